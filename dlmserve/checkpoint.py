@@ -1,0 +1,134 @@
+"""Finds a model folder and reads what both sides must know of it: ids, lengths, defaults.
+
+Head and ranks both use it, so no torch here and no weights. Weights are `worker/weights.py`'s.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dlmserve.errors import CheckpointError, UnsupportedModel
+
+ALIASES = {
+    "tiny": str(Path(__file__).parent / "checkpoints" / "tiny"),
+    "llada-8b": "GSAI-ML/LLaDA-8B-Instruct",
+    "llada-8b-instruct": "GSAI-ML/LLaDA-8B-Instruct",
+    "llada-8b-base": "GSAI-ML/LLaDA-8B-Base",
+    "llada-1.5": "GSAI-ML/LLaDA-1.5",
+    "dream-7b": "Dream-org/Dream-v0-Instruct-7B",
+    "dream-7b-instruct": "Dream-org/Dream-v0-Instruct-7B",
+    "dream-7b-base": "Dream-org/Dream-v0-Base-7B",
+}
+ARCHITECTURES = {"LLaDAModelLM": "llada", "DreamModel": "dream"}
+# config.json of LLaDA and Dream name the fill token as EOS; a chat answer ends with the turn's own end token.
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is known of a checkpoint without its weights."""
+
+    path: str
+    name: str  # what the user called it
+    family: str  # a file of worker/models/
+    mask_id: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    vocab_size: int
+    max_model_len: int  # tokens of prompt + canvas
+    num_heads: int
+    torch_dtype: str
+    generation: dict = field(default_factory=dict)  # generation_config.json: gen_length, block_length, ...
+
+
+def resolve(model: str) -> str:
+    """The local folder of an alias, a folder or a Hub id; the last is downloaded (with a progress bar).
+
+    Raises CheckpointError where there is none.
+    """
+    target = ALIASES.get(model, model)
+    if Path(target).is_dir():
+        return str(Path(target).resolve())
+    if target.count("/") != 1 or target.startswith((".", "/", "~")):
+        known = ", ".join(ALIASES)
+        raise CheckpointError(
+            f"model '{model}' is no folder, no Hugging Face id (owner/name) and no alias; aliases: {known}"
+        )
+    return _download(model, target)
+
+
+def _download(model: str, repo_id: str) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt", "*.model"]
+    try:
+        return snapshot_download(repo_id, allow_patterns=wanted)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"model '{model}' ({repo_id}) could not be had from the Hugging Face Hub: {error}. "
+            "Give a local folder, or check the network, the name and your access token (HF_TOKEN)."
+        ) from error
+
+
+def read_json(folder: str, name: str, required: bool = False) -> dict:
+    """A JSON file of the model folder; {} where an optional one is missing."""
+    path = Path(folder) / name
+    if not path.exists():
+        if required:
+            raise CheckpointError(f"{path} is missing: '{folder}' is not a Hugging Face model folder")
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def read_model_info(folder: str, name: str | None = None) -> ModelInfo:
+    """Raises UnsupportedModel for an architecture without a model file, CheckpointError for a broken folder."""
+    config = read_json(folder, "config.json", required=True)
+    generation = read_json(folder, "generation_config.json")
+    family = _family(config, folder)
+    mask_id = _first(config.get("mask_token_id"), generation.get("mask_token_id"))
+    if mask_id is None:
+        raise CheckpointError(f"{folder}/config.json has no mask_token_id: a diffusion language model needs one")
+    llada = family == "llada"
+    return ModelInfo(
+        path=folder,
+        name=name or os.path.basename(folder.rstrip("/")),
+        family=family,
+        mask_id=mask_id,
+        eos_ids=_eos_ids(config, generation, folder),
+        bos_id=_first(config.get("bos_token_id"), generation.get("bos_token_id")),
+        vocab_size=config.get("embedding_size") or config["vocab_size"] if llada else config["vocab_size"],
+        max_model_len=config["max_sequence_length"] if llada else config["max_position_embeddings"],
+        num_heads=config["n_heads"] if llada else config["num_attention_heads"],
+        torch_dtype=config.get("torch_dtype") or config.get("dtype") or "bfloat16",
+        generation=generation,
+    )
+
+
+def _family(config: dict, folder: str) -> str:
+    # LLaDA-MoE says model_type "llada" too: only `architectures` tells them apart.
+    for architecture in config.get("architectures") or []:
+        if architecture in ARCHITECTURES:
+            return ARCHITECTURES[architecture]
+    raise UnsupportedModel(
+        f"{folder}/config.json has architectures {config.get('architectures')} "
+        f"(model_type {config.get('model_type')!r}); supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _eos_ids(config: dict, generation: dict, folder: str) -> tuple[int, ...]:
+    ids = set()
+    for source in (config, generation):
+        value = source.get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    added = read_json(folder, "tokenizer.json").get("added_tokens", [])
+    ids.update(token["id"] for token in added if token["content"] in TURN_ENDS)
+    return tuple(sorted(ids))
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)

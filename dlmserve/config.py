@@ -1,0 +1,110 @@
+"""The settings of a server: one frozen tree, made from flags and an optional TOML file by cli.py.
+
+Knows the meaning and the bounds of each setting; knows nothing of argparse, sockets or torch.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields
+
+from dlmserve.errors import ConfigError
+from dlmserve.messages import CacheMode
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Durations in seconds unless named otherwise. `check()` raises ConfigError for what cannot be."""
+
+    model: str = "tiny"
+    load_format: str = "auto"
+    device: str = "auto"
+    devices: int | None = None  # None: what --tp-layout needs (CPU), or all GPUs
+    dtype: str = "auto"
+    tp_layout: tuple[int, ...] = (1,)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_queue: int = 1024
+    thresholds: tuple[float, ...] = (0.9, 0.8, 0.7, 0.6, 0.5)
+    block_length: int | None = None  # None: the checkpoint's, or 32
+    cache: CacheMode = "dual"
+    refresh: str = "full"  # "full" | "response:K"
+    slo_ms: float | None = None
+    policy: str = "infaas"
+    page_size: int = 32
+    listen: str | None = None
+    drain_s: float = 30.0
+    heartbeat_timeout_s: float = 10.0
+    collective_timeout_s: float = 60.0
+    log_format: str = "text"
+    run_dir: str | None = field(default=None, repr=False)  # ipc sockets; None: a fresh temporary folder
+
+    @property
+    def num_devices(self) -> int:
+        return self.devices if self.devices is not None else sum(self.tp_layout)
+
+    @property
+    def refresh_blocks(self) -> int:
+        """Whole-canvas recompute every k-th block (1: at each block)."""
+        return parse_refresh(self.refresh)
+
+    def check(self) -> None:
+        """Raises ConfigError naming the setting, its value and what is wanted."""
+        choices = {
+            "load_format": ("auto", "dummy"),
+            "device": ("auto", "cpu", "cuda"),
+            "dtype": ("auto", "float32", "bfloat16", "float16"),
+            "cache": ("none", "prefix", "dual"),
+            "log_format": ("text", "json"),
+        }
+        for name, wanted in choices.items():
+            if getattr(self, name) not in wanted:
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)!r}; wanted one of: {', '.join(wanted)}")
+        for degree in self.tp_layout:
+            if degree not in (1, 2, 4, 8):
+                raise ConfigError(f"--tp-layout has TP degree {degree}; wanted 1, 2, 4 or 8")
+        if not self.tp_layout:
+            raise ConfigError("--tp-layout is empty; wanted at least one TP degree, e.g. 1,1,2")
+        if self.num_devices < sum(self.tp_layout):
+            layout = ",".join(map(str, self.tp_layout))
+            raise ConfigError(
+                f"--tp-layout {layout} needs {sum(self.tp_layout)} devices but --devices is {self.devices}"
+            )
+        for name in ("max_num_seqs", "max_queue", "page_size", "num_devices"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)}; wanted at least 1")
+        for threshold in self.thresholds:
+            if not 0.0 < threshold <= 1.0:
+                raise ConfigError(f"--thresholds has {threshold}; wanted values above 0 and at most 1")
+        if self.block_length is not None and self.block_length < 1:
+            raise ConfigError(f"--block-length is {self.block_length}; wanted at least 1")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port is {self.port}; wanted 0 (any free port) to 65535")
+        parse_refresh(self.refresh)
+
+
+def parse_refresh(text: str) -> int:
+    """ "full" -> 1, "response:K" -> K."""
+    if text == "full":
+        return 1
+    match = re.fullmatch(r"response:([1-9]\d*)", text)
+    if not match:
+        raise ConfigError(f"--refresh is {text!r}; wanted 'full' or 'response:K' with K at least 1, e.g. response:4")
+    return int(match[1])
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_keys(keys: list[str], where: str) -> None:
+    """Raises ConfigError for a key that is no setting, naming the nearest one."""
+    known = [f.name for f in fields(ServerConfig)]
+    for key in keys:
+        if key.replace("-", "_") not in known:
+            near = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
+            hint = f"; did you mean '{near[0].replace('_', '-')}'?" if near else f"; known: {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key '{key}'{hint}")

@@ -1,0 +1,243 @@
+"""Every struct that crosses a process border, and its wire form (msgpack arrays, tagged).
+
+Knows nothing about sockets, torch or scheduling. Instances are named once per formation (a name is
+never used twice), so a message about a dead formation is recognised by its name alone.
+
+Directions:   head -> rank    Form, Dissolve, Command (Admit, SetThreshold, Release, Cancel), Shutdown
+              rank -> head    RankHello, Formed, FormFailed, Dissolved, StepReport, Heartbeat
+              head <-> agent  AgentHello, RankExited, Heartbeat, Shutdown
+              leader -> follower  RunStep, Leave
+"""
+
+from typing import Literal
+
+import msgspec
+
+from dlmserve.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+
+CacheMode = Literal["none", "prefix", "dual"]
+RuleName = Literal["threshold", "factor", "steps"]
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Base of all messages; the class name is the tag."""
+
+
+class Decoding(msgspec.Struct, array_like=True, frozen=True):
+    """How one request is decoded; fixed for its life, but for the threshold.
+
+    rule "threshold": unmask at confidence >= value; "factor": Fast-dLLM's factor rule with f = value;
+    "steps": a fixed schedule of `value` steps per block.
+    """
+
+    block_length: int = 32
+    cache: CacheMode = "dual"
+    refresh_blocks: int = 1  # dual: the whole canvas every k-th block, only the response at the others
+    rule: RuleName = "threshold"
+    value: float = 0.9
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    seed: int = 0
+    ignore_eos: bool = False
+    num_top: int = 0  # alternatives to report for each unmasked token (logprobs)
+
+
+class Admit(Message):
+    """Take a request: the canvas holds prompt, output (mask ids where masked) and suffix.
+
+    Output positions are output_start .. output_end - 1; the answer is the first `limit` - output_start of
+    them. A request that moved or was recovered carries what it had: its canvas and its step counters.
+    """
+
+    request: int
+    canvas: list[int]
+    output_start: int
+    output_end: int
+    limit: int
+    decoding: Decoding
+    steps_done: int = 0
+    steps_in_block: int = 0
+
+
+class SetThreshold(Message):
+    """Takes effect at the request's next step; a request that is gone is ignored."""
+
+    request: int
+    threshold: float
+
+
+class Release(Message):
+    """Give the request back at its next block start (where its cache would be rebuilt anyhow)."""
+
+    request: int
+
+
+class Cancel(Message):
+    """Drop the request before the next step and free its pages."""
+
+    request: int
+
+
+Command = Admit | SetThreshold | Release | Cancel
+
+
+class RequestStep(msgspec.Struct, array_like=True, frozen=True):
+    """What one denoising step did to one request; positions are canvas columns."""
+
+    request: int
+    recompute: bool
+    block: int
+    threshold: float  # the rule's value in this step
+    positions: list[int]
+    tokens: list[int]
+    confidences: list[float]
+    finished: Literal["", "stop", "length"] = ""  # "stop": an EOS with no mask before it
+    top: list[list[tuple[int, float]]] | None = None  # per position: (token, log probability), best first
+
+
+class StepReport(Message):
+    """One denoising step of one instance."""
+
+    instance: str
+    seq: int
+    duration_s: float
+    idle_s: float  # between the end of the last step and the start of this one, while there was work
+    num_tokens: int  # packed tokens of the step
+    num_pages_in_use: int
+    requests: list[RequestStep]
+    released: list[int]
+    failed: list[tuple[int, str]]  # requests whose logits are not finite, or that could not be admitted
+
+
+class ModelSpec(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank must know to load the model; the folder is found by each node itself."""
+
+    path: str
+    load_format: Literal["auto", "dummy"]
+    dtype: str  # "float32" | "bfloat16" | "float16"
+    mask_id: int
+    eos_ids: list[int]
+
+
+class Form(Message):
+    """Make an instance of running ranks; sent to each of its ranks."""
+
+    instance: str
+    tp_rank: int
+    tp_degree: int
+    plan_endpoints: list[str]  # by tp_rank: where that rank listens for its leader
+    store_path: str  # rendezvous file of this formation
+    model: ModelSpec
+    max_model_len: int
+    max_num_seqs: int
+    num_pages: int  # 0: as many as max_num_seqs full-length requests need (CPU) or as memory holds (GPU)
+    page_size: int
+    collective_timeout_s: float
+
+
+class Formed(Message):
+    """One rank of the instance is ready to serve."""
+
+    instance: str
+    tp_rank: int
+    num_pages: int
+    load_s: float
+    details: str  # for the log: kernel, attention, dtype
+
+
+class FormFailed(Message):
+    instance: str
+    tp_rank: int
+    error: str
+
+
+class Dissolve(Message):
+    """To the leader; it tells its followers. Residents are gone with it: the head holds their canvases."""
+
+    instance: str
+
+
+class Dissolved(Message):
+    instance: str
+    tp_rank: int
+    error: str = ""  # why, where the instance broke instead of being asked to dissolve
+
+
+class RankHello(Message):
+    """A rank process is up and belongs to no instance."""
+
+    version: int
+    node: str
+    device: int
+    generation: int  # how often this device's process was started
+    pid: int
+    device_name: str  # "cpu" | "cuda:0"
+    plan_endpoint: str
+
+
+class RankExited(Message):
+    node: str
+    device: int
+    generation: int
+    reason: str
+
+
+class AgentHello(Message):
+    version: int
+    node: str
+    num_devices: int
+    pid: int
+
+
+class Heartbeat(Message):
+    """From a rank (device >= 0) or an agent (device -1); the head answers agents with the same."""
+
+    node: str
+    device: int
+    generation: int
+
+
+class Shutdown(Message):
+    pass
+
+
+class RunStep(Message):
+    """Leader to followers: apply these commands, then run one step. All ranks hold the same state."""
+
+    commands: list[Command]
+
+
+class Leave(Message):
+    """Leader to followers: the instance is dissolved."""
+
+
+ToHead = (
+    RankHello | RankExited | AgentHello | Heartbeat | Formed | FormFailed | Dissolved | StepReport
+)
+ToPeer = Form | Dissolve | Command | Heartbeat | Shutdown
+ToFollower = RunStep | Leave
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {
+    "head": msgspec.msgpack.Decoder(ToHead),
+    "peer": msgspec.msgpack.Decoder(ToPeer),
+    "follower": msgspec.msgpack.Decoder(ToFollower),
+}
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview, receiver: Literal["head", "peer", "follower"]) -> Message:
+    """Raises ProtocolError for bytes that no message for this receiver has."""
+    try:
+        return _decoders[receiver].decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(
+            f"{len(data)} bytes are no message for a {receiver} of protocol {PROTOCOL_VERSION}: {error}; "
+            "are both ends of the same dlmserve version?"
+        ) from error
