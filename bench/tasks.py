@@ -20,16 +20,22 @@ from typing import Literal
 
 Split = Literal["train", "test"]
 
-NAMES = "Anna Ben Dana Emma Finn Hugo Mia Noah Paul Rosa".split()
-CITIES = "Paris London Rome Berlin Madrid Oslo Cairo Lima".split()
-ITEMS = "apples books coins pens stamps cards eggs balls".split()
-JOBS = "baker doctor teacher pilot farmer nurse driver singer".split()
-WORDS = (
-    "sun moon star tree river stone bird fish cat dog horse house door table chair road bridge boat train "
-    "rain snow wind fire cloud leaf grass apple bread milk salt sugar tea gold iron paper glass"
-).split()
-MONTHS = "January February March April May June July August September October November December".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+NAMES = ["Anna", "Ben", "Dana", "Emma", "Finn", "Hugo", "Mia", "Noah", "Paul", "Rosa"]
+CITIES = ["Paris", "London", "Rome", "Berlin", "Madrid", "Oslo", "Cairo", "Lima"]
+ITEMS = ["apples", "books", "coins", "pens", "stamps", "cards", "eggs", "balls"]
+JOBS = ["baker", "doctor", "teacher", "pilot", "farmer", "nurse", "driver", "singer"]
+# fmt: off
+WORDS = [
+    "sun", "moon", "star", "tree", "river", "stone", "bird", "fish", "cat", "dog", "horse", "house",
+    "door", "table", "chair", "road", "bridge", "boat", "train", "rain", "snow", "wind", "fire", "cloud",
+    "leaf", "grass", "apple", "bread", "milk", "salt", "sugar", "tea", "gold", "iron", "paper", "glass",
+]
+MONTHS = [
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
+    "November", "December",
+]
+# fmt: on
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. `answer` is one right answer; `score` knows the others. `parts` is empty but for `several`."""
+    """One problem; `answer` is one right answer, `score` knows the others. Only `several` has `parts`."""
 
     task: str
     prompt: str
@@ -67,9 +73,17 @@ def word_problem(rng: random.Random) -> Draft:
         change = rng.randint(2, 9)
         takes = total > change and (total + change > 25 or rng.random() < 0.5)
         if takes:
-            events = [f"{name} gives {change} to {other}.", f"{name} loses {change}.", f"{name} sells {change}."]
+            events = [
+                f"{name} gives {change} to {other}.",
+                f"{name} loses {change}.",
+                f"{name} sells {change}.",
+            ]
         else:
-            events = [f"{name} buys {change} more.", f"{other} gives {name} {change} more.", f"{name} finds {change}."]
+            events = [
+                f"{name} buys {change} more.",
+                f"{other} gives {name} {change} more.",
+                f"{name} finds {change}.",
+            ]
         story.append(rng.choice(events))
         sign, after = ("-", total - change) if takes else ("+", total + change)
         lead = usual_or_other(rng, "Then ", "Now ", "So ") if work else ""
@@ -77,7 +91,8 @@ def word_problem(rng: random.Random) -> Draft:
         work.append(f"{lead}{total}{sign}{change}={after}{tail}")
         key += f"{sign}{change}"
         total = after
-    story.append(rng.choice([f"How many {item} does {name} have now?", f"How many {item} are there at the end?"]))
+    question = rng.choice([f"does {name} have now", "are there at the end"])
+    story.append(f"How many {item} {question}?")
     return Draft(key, " ".join(story), " ".join(work) + f"\n#### {total}")
 
 
@@ -147,9 +162,10 @@ def to_json(rng: random.Random) -> Draft:
             f"The {job} {name} is {age} and lives in {city}.",
         ]
     )
+    answer = json.dumps({field: facts[field] for field in fields})
     wanted = ", ".join(fields)
     prompt = rng.choice([f"{text} Give {wanted} as JSON.", f"Write {wanted} as JSON. {text}"])
-    return Draft(f"{name}{age}{city}{job}{fields}", prompt, json.dumps({field: facts[field] for field in fields}))
+    return Draft(f"{name}{age}{city}{job}{fields}", prompt, answer)
 
 
 def json_list(rng: random.Random, most: int = 6) -> Draft:
@@ -165,7 +181,7 @@ def calendar(rng: random.Random) -> Draft:
     first, count = rng.randrange(len(names)), rng.randint(2, 6)
     ahead = [names[(first + i) % len(names)] for i in range(count + 1)]
     if rng.random() < 0.5:
-        prompt = rng.choice([f"List {count} {kind} after {ahead[0]}.", f"Name the {count} {kind} after {ahead[0]}."])
+        prompt = rng.choice(["List", "Name the"]) + f" {count} {kind} after {ahead[0]}."
         return Draft(f"after{kind}{first},{count}", prompt, ", ".join(ahead[1:]))
     prompt = rng.choice(["List", "Name"]) + f" the {kind} from {ahead[0]} to {ahead[-1]}."
     return Draft(f"from{kind}{first},{count}", prompt, ", ".join(ahead))
@@ -174,10 +190,12 @@ def calendar(rng: random.Random) -> Draft:
 def count_on(rng: random.Random, most: int = 7) -> Draft:
     """An arithmetic progression."""
     start, step, count = rng.randint(1, 40), rng.choice([1, 2, 5, 10]), rng.randint(3, most)
-    prompt = rng.choice(
-        [f"Start at {start} and count by {step}. Give {count} numbers.", f"Give {count} numbers from {start} in steps of {step}."]
-    )
-    return Draft(f"{start},{step},{count}", prompt, ", ".join(str(start + step * i) for i in range(count)))
+    wordings = [
+        f"Start at {start} and count by {step}. Give {count} numbers.",
+        f"Give {count} numbers from {start} in steps of {step}.",
+    ]
+    answer = ", ".join(str(start + step * i) for i in range(count))
+    return Draft(f"{start},{step},{count}", rng.choice(wordings), answer)
 
 
 ARITHMETIC = [
@@ -204,12 +222,12 @@ def python_line(rng: random.Random) -> Draft:
         said += " and then " + words.format(v="that", n=number)
         expression = code.format(v=f"({expression})", n=number)
     call = f"{function}({variable})"
-    prompt = rng.choice([f"Write a Python function {call} that {said}.", f"Define {call} in Python. It {said}."])
-    return Draft(f"{call}{said}", prompt, f"def {call}: return {expression}")
+    wordings = [f"Write a Python function {call} that {said}.", f"Define {call} in Python. It {said}."]
+    return Draft(f"{call}{said}", rng.choice(wordings), f"def {call}: return {expression}")
 
 
 def any_order(rng: random.Random, most: int = 5) -> Draft:
-    """The given words in any order, as given or one swap away: a joint choice, so parallel unmasking can fail."""
+    """The given words in any order, mostly one swap away: a joint choice, where parallel unmasking can fail."""
     words = rng.sample(WORDS, rng.randint(2, most))
     answer = list(words)
     if rng.random() < 0.6:
@@ -260,7 +278,7 @@ WEIGHTS = {
     "count_on": 1.0,
     "python_line": 0.4,
     "any_order": 0.5,
-    "several": 5.0,
+    "several": 4.0,
 }
 
 
@@ -301,7 +319,7 @@ def problems(split: Split, num_problems: int, seed: int) -> list[Problem]:
 
 
 def score(problem: Problem, text: str) -> bool:
-    """True where the answer is right: an exact match, or the task's own check where several answers are right."""
+    """True where the text is a right answer: an exact match where only one is right."""
     text = text.strip()
     if problem.parts:
         lines = text.split("\n")

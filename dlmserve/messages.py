@@ -5,7 +5,7 @@ never used twice), so a message about a dead formation is recognised by its name
 
 Directions:   head -> rank    Form, Dissolve, Command (Admit, SetThreshold, Release, Cancel), Shutdown
               rank -> head    RankHello, Formed, FormFailed, Dissolved, StepReport, Heartbeat
-              head <-> agent  AgentHello, RankExited, Heartbeat, Shutdown
+              head <-> agent  AgentHello, RankExited, Heartbeat, RestartRank, Shutdown
               leader -> follower  RunStep, Leave
 """
 
@@ -204,6 +204,14 @@ class Shutdown(Message):
     pass
 
 
+class RestartRank(Message):
+    """To an agent: kill this rank's process (it is silent or stuck) and start another for its device."""
+
+    node: str
+    device: int
+    generation: int
+
+
 class RunStep(Message):
     """Leader to followers: apply these commands, then run one step. All ranks hold the same state."""
 
@@ -217,7 +225,7 @@ class Leave(Message):
 ToHead = (
     RankHello | RankExited | AgentHello | Heartbeat | Formed | FormFailed | Dissolved | StepReport
 )
-ToPeer = Form | Dissolve | Command | Heartbeat | Shutdown
+ToPeer = Form | Dissolve | Command | Heartbeat | RestartRank | Shutdown
 ToFollower = RunStep | Leave
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,166 @@
+"""What can happen to the scheduler (events) and what it wants done about it (actions).
+
+Values only. The live loop makes events of socket messages and performs the actions; a simulator or a
+test does the same with whatever it likes.
+"""
+
+from dataclasses import dataclass
+
+from dlmserve.control.policy.cluster import RankId
+from dlmserve.control.policy.request import CancelOutcome, FinishReason, RequestSpec, StepUpdate, Summary
+from dlmserve.errors import DlmServeError
+from dlmserve.messages import Command, StepReport
+
+# ---- events
+
+
+@dataclass(frozen=True)
+class Arrived:
+    request: int
+    spec: RequestSpec
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Nobody wants the rest: a stop string was found, or the client left."""
+
+    request: int
+    outcome: CancelOutcome
+
+
+@dataclass(frozen=True)
+class StepDone:
+    report: StepReport
+
+
+@dataclass(frozen=True)
+class NodeUp:
+    node: str
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """The node's agent is gone, and its ranks with it."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RankUp:
+    """A new rank process, in no instance yet."""
+
+    rank: RankId
+    plan_endpoint: str
+
+
+@dataclass(frozen=True)
+class RankLost:
+    """`exited`: the process is known to be gone; otherwise it went silent and must be killed."""
+
+    rank: RankId
+    reason: str
+    exited: bool
+
+
+@dataclass(frozen=True)
+class RankFormed:
+    instance: str
+    tp_rank: int
+    num_pages: int
+
+
+@dataclass(frozen=True)
+class RankLeft:
+    """A rank is out of its instance and free: asked to leave, or (`error`) because the instance broke."""
+
+    instance: str
+    tp_rank: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Arrived | Cancelled | StepDone | NodeUp | NodeLost | RankUp | RankLost | RankFormed | RankLeft | Tick
+)
+
+# ---- actions
+
+
+@dataclass(frozen=True)
+class Reject:
+    """The request was never taken in; its submitter is told why."""
+
+    request: int
+    error: DlmServeError
+
+
+@dataclass(frozen=True)
+class Send:
+    """To the leader of an instance."""
+
+    instance: str
+    command: Command
+
+
+@dataclass(frozen=True)
+class Deliver:
+    request: int
+    update: StepUpdate
+
+
+@dataclass(frozen=True)
+class Finish:
+    request: int
+    reason: FinishReason
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class Fail:
+    request: int
+    error: DlmServeError
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A cancelled request is out of the books."""
+
+    request: int
+    outcome: CancelOutcome
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class FormInstance:
+    """Make an instance of these ranks, in the order of their tp_rank."""
+
+    instance: str
+    ranks: tuple[RankId, ...]
+
+
+@dataclass(frozen=True)
+class DissolveInstance:
+    """The instance is lost; `survivors` are its ranks that still live and must let go of it."""
+
+    instance: str
+    survivors: tuple[RankId, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class RestartRank:
+    """Kill this rank's process and start another for its device."""
+
+    rank: RankId
+    reason: str
+
+
+Action = (
+    Reject | Send | Deliver | Finish | Fail | Drop | FormInstance | DissolveInstance | RestartRank
+)

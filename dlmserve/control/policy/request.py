@@ -1,0 +1,152 @@
+"""A request as the head sees it: what was asked, its canvas, how far it is, what it is told.
+
+Owns the head's copy of the canvas, which is the truth: an instance that dies loses nothing that was
+reported. Knows nothing of instances, queues, sockets or texts (tokens only).
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from dlmserve.errors import DlmServeError
+from dlmserve.messages import Decoding, RequestStep
+
+FinishReason = Literal["stop", "length"]
+CancelOutcome = Literal["stop", "abandoned"]
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """What a client asked for, in tokens. Output positions are output_start .. output_end - 1.
+
+    `canvas` holds prompt, output (mask ids where masked) and suffix; the answer is what lies before
+    `limit`. `pinned`: the client fixed the threshold, factor or steps, so no policy may change it.
+    """
+
+    name: str  # the client's id of it, for logs
+    canvas: list[int]
+    output_start: int
+    output_end: int
+    limit: int
+    decoding: Decoding
+    slo_s: float | None = None
+    priority: int = 0  # higher first
+    min_threshold: float | None = None
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unmasked:
+    """One position that a step fixed; `position` is a canvas column, `top` (token, log probability) pairs."""
+
+    position: int
+    token: int
+    confidence: float
+    top: list[tuple[int, float]] | None = None
+
+
+@dataclass(frozen=True)
+class StepUpdate:
+    """What one denoising step did to a request; `step` counts this request's steps from 1."""
+
+    step: int
+    recompute: bool
+    block: int
+    threshold: float
+    unmasked: list[Unmasked]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A request's account at its end. `mean_threshold` weighs each step by the tokens it unmasked."""
+
+    steps: int
+    recompute_steps: int
+    num_unmasked: int
+    mean_threshold: float | None  # None: no threshold was in use (factor or fixed schedule), or no token came
+    latency_s: float
+    slo_s: float | None
+    slo_met: bool | None
+    instances: list[str]
+
+
+class Sink(Protocol):
+    """Where a request's progress goes; called on the head's event loop, so it must not block."""
+
+    def on_step(self, update: StepUpdate) -> None: ...
+
+    def on_finish(self, reason: FinishReason, summary: Summary) -> None: ...
+
+    def on_error(self, error: DlmServeError) -> None: ...
+
+
+@dataclass
+class RequestState:
+    """A live request. `instance` is the formation that holds it, None while it waits."""
+
+    number: int
+    spec: RequestSpec
+    arrived_at: float
+    mask_id: int
+    canvas: list[int] = field(init=False)
+    threshold: float = field(init=False)  # the rule's value for its next step, as the head last set it
+    instance: str | None = None
+    instances: list[str] = field(default_factory=list)
+    steps: int = 0
+    recompute_steps: int = 0
+    steps_in_block: int = 0
+    num_unmasked: int = 0
+    num_losses: int = 0  # formations that died while they held it
+    _threshold_sum: float = 0.0  # over unmasked tokens
+
+    def __post_init__(self) -> None:
+        self.canvas = list(self.spec.canvas)
+        self.threshold = self.spec.decoding.value
+
+    @property
+    def started(self) -> bool:
+        return bool(self.instances)
+
+    def apply(self, step: RequestStep) -> StepUpdate:
+        """Takes a step's tokens into the canvas and counts it."""
+        for position, token in zip(step.positions, step.tokens, strict=True):
+            self.canvas[position] = token
+        self.steps += 1
+        self.recompute_steps += step.recompute
+        self.num_unmasked += len(step.positions)
+        self._threshold_sum += step.threshold * len(step.positions)
+        self.steps_in_block = self.steps_in_block + 1 if self._has_masks(step.block) else 0
+        tops = step.top or [None] * len(step.positions)
+        unmasked = list(map(Unmasked, step.positions, step.tokens, step.confidences, tops))
+        return StepUpdate(self.steps, step.recompute, step.block, step.threshold, unmasked)
+
+    def _has_masks(self, block: int) -> bool:
+        length = self.spec.decoding.block_length
+        start = self.spec.output_start + block * length
+        return self.mask_id in self.canvas[start : min(start + length, self.spec.output_end)]
+
+    def summary(self, now: float) -> Summary:
+        latency_s = now - self.arrived_at
+        slo_s = self.spec.slo_s
+        has_threshold = self.spec.decoding.rule == "threshold" and self.num_unmasked > 0
+        return Summary(
+            steps=self.steps,
+            recompute_steps=self.recompute_steps,
+            num_unmasked=self.num_unmasked,
+            mean_threshold=self._threshold_sum / self.num_unmasked if has_threshold else None,
+            latency_s=latency_s,
+            slo_s=slo_s,
+            slo_met=None if slo_s is None else latency_s <= slo_s,
+            instances=list(self.instances),
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError where the counters and the canvas disagree."""
+        spec, start, end = self.spec, self.spec.output_start, self.spec.output_end
+        assert len(self.canvas) == len(spec.canvas), f"request {self.number}: its canvas changed length"
+        assert self.canvas[:start] == spec.canvas[:start], f"request {self.number}: its prompt changed"
+        assert self.canvas[end:] == spec.canvas[end:], f"request {self.number}: its suffix changed"
+        filled = spec.canvas[start:end].count(self.mask_id) - self.canvas[start:end].count(self.mask_id)
+        assert filled == self.num_unmasked, (
+            f"request {self.number}: {filled} masks gone but {self.num_unmasked} tokens reported"
+        )
+        assert self.recompute_steps <= self.steps

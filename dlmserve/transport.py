@@ -1,0 +1,179 @@
+"""The ZeroMQ sockets of all processes: ROUTER (head), DEALER (agents, ranks), PUSH and PULL (leader, followers).
+
+Owns socket options, framing and addresses. Knows nothing of what the messages mean. A socket belongs to
+the thread that made it.
+
+A peer's identity is `node:device:generation` (an agent's `node:agent`), given when it connects; a peer
+that restarted under the same identity takes the old one's place.
+"""
+
+import asyncio
+import ipaddress
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+
+from dlmserve.errors import ConfigError, WorkerError
+from dlmserve.messages import Message, ToFollower, ToHead, ToPeer, decode, encode
+
+HIGH_WATER_MARK = 1000  # messages a socket holds for one peer
+PLAN_LINGER_MS = 1000  # a leader's last word (Leave) is still sent after its socket is closed
+MAX_IPC_PATH = 107  # sockaddr_un.sun_path, less its final zero
+
+
+class Router:
+    """The head's end: one socket, all peers. Lives on the running asyncio loop."""
+
+    def __init__(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        _set_common(self._socket)
+
+    def bind(self, endpoint: str) -> None:
+        """Raises ConfigError for an address that cannot be bound, or that must not be without keys."""
+        check_endpoint(endpoint)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot listen on {endpoint}: {error.strerror}; stop what holds it, or choose another address"
+            ) from error
+
+    def send(self, identity: str, message: Message) -> None:
+        """Never blocks. Raises WorkerError where the peer is gone or has stopped reading."""
+        frames = [identity.encode(), encode(message)]
+        # With DONTWAIT the future is done on return; asyncio's socket, not its shadow, keeps the reader awake.
+        sent = self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
+        assert isinstance(sent, asyncio.Future)
+        error = sent.exception()
+        if isinstance(error, zmq.ZMQError):
+            raise WorkerError(f"{type(message).__name__} did not reach {identity}: {error.strerror}")
+        if error is not None:
+            raise error
+
+    async def receive(self) -> tuple[str, ToHead]:
+        """The next message and its sender. Raises ProtocolError for bytes that are none."""
+        identity, *rest = await self._socket.recv_multipart()
+        message = decode(rest[-1] if rest else b"", "head")
+        return identity.decode(errors="replace"), message  # type: ignore[return-value]
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+class Dealer:
+    """An agent's or a rank's end: one connection to the head, kept up by ZeroMQ itself."""
+
+    def __init__(self, endpoint: str, identity: str) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, identity.encode())
+        _set_common(self.socket)
+        self.socket.connect(endpoint)
+
+    def send(self, message: Message) -> None:
+        """Blocks only while the head is a whole high-water mark behind."""
+        self.socket.send(encode(message))
+
+    def poll(self, timeout_s: float) -> bool:
+        """Whether a message waits, after at most `timeout_s`."""
+        return bool(self.socket.poll(timeout_s * 1000))
+
+    def receive(self) -> ToPeer:
+        """Blocks until there is one. Raises ProtocolError for bytes that are no message."""
+        return decode(self.socket.recv(), "peer")  # type: ignore[return-value]
+
+    def drain(self) -> list[ToPeer]:
+        """All messages that wait; never blocks."""
+        messages = []
+        while self.poll(0):
+            messages.append(self.receive())
+        return messages
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """What is unsent after `linger_s` is dropped."""
+        self.socket.close(linger=int(linger_s * 1000))
+
+
+class PlanSender:
+    """The leader's end of an instance: the same message to every follower, in order.
+
+    Each carries the instance's name, so that a follower never takes a plan of a formation that is over.
+    """
+
+    def __init__(self, instance: str, endpoints: list[str]) -> None:
+        self._name = instance.encode()
+        self._sockets = [zmq.Context.instance().socket(zmq.PUSH) for _ in endpoints]
+        for socket, endpoint in zip(self._sockets, endpoints, strict=True):
+            _set_common(socket)
+            socket.connect(endpoint)
+
+    def send(self, message: Message, timeout_s: float) -> None:
+        """Raises WorkerError where a follower takes nothing for `timeout_s`."""
+        frames = [self._name, encode(message)]
+        for rank, socket in enumerate(self._sockets, start=1):
+            if not socket.poll(timeout_s * 1000, zmq.POLLOUT):
+                raise WorkerError(f"rank {rank} of {self._name.decode()} took no plan for {timeout_s:g} s")
+            socket.send_multipart(frames)
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=PLAN_LINGER_MS)
+
+
+class PlanReceiver:
+    """A follower's end, bound once for the life of its process; hears one instance at a time."""
+
+    def __init__(self, endpoint: str) -> None:
+        check_endpoint(endpoint)
+        self.instance = ""
+        self.socket = zmq.Context.instance().socket(zmq.PULL)
+        _set_common(self.socket)
+        self.socket.bind(endpoint)
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self, timeout_s: float) -> ToFollower | None:
+        """The next message of `self.instance`; None where there is none within `timeout_s`."""
+        while self.socket.poll(timeout_s * 1000):
+            name, data = self.socket.recv_multipart()
+            if name.decode() == self.instance:
+                return decode(data, "follower")  # type: ignore[return-value]
+        return None
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError for an endpoint that is neither ipc nor loopback tcp: links are not encrypted yet."""
+    parts = urlsplit(endpoint)
+    if parts.scheme == "ipc":
+        path = endpoint.removeprefix("ipc://")
+        if len(path.encode()) > MAX_IPC_PATH:
+            raise ConfigError(
+                f"socket path {path} has {len(path.encode())} bytes; at most {MAX_IPC_PATH}: "
+                "choose a run directory with a shorter name"
+            )
+    elif parts.scheme != "tcp" or not parts.hostname:
+        raise ConfigError(f"address {endpoint!r} is neither ipc://PATH nor tcp://ADDRESS:PORT")
+    elif not _is_loopback(parts.hostname):
+        raise ConfigError(
+            f"will not listen on {endpoint}: anyone who reaches it could take the server over, and there are no "
+            "CURVE keys; listen on tcp://127.0.0.1 and join through an SSH tunnel"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _set_common(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)

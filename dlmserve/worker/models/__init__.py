@@ -1,0 +1,28 @@
+"""One file per model family; each says how its config and its tensors are named and what is special about it."""
+
+from dataclasses import replace
+
+import torch
+
+from dlmserve.checkpoint import ModelInfo, read_json
+from dlmserve.worker.models import dream, llada
+from dlmserve.worker.models.decoder import Decoder, DecoderConfig
+from dlmserve.worker.parallel import Group
+from dlmserve.worker.weights import open_weights
+
+FAMILIES = {"llada": llada, "dream": dream}
+
+
+def read_config(info: ModelInfo) -> DecoderConfig:
+    """Raises CheckpointError for a config whose options the family's file does not implement."""
+    return FAMILIES[info.family].read_config(read_json(info.path, "config.json", required=True))
+
+
+def load_model(
+    info: ModelInfo, load_format: str, dtype: torch.dtype, device: str, group: Group
+) -> Decoder:
+    """The rank's shard of the model. Raises CheckpointError."""
+    config = read_config(info)
+    config = replace(config, max_len=min(config.max_len, info.max_model_len))
+    weights = open_weights(info.path, load_format, dtype, device)
+    return Decoder(config, FAMILIES[info.family].NAMES, weights, group, dtype, device)

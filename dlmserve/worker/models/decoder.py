@@ -1,0 +1,217 @@
+"""The bidirectional transformer that dense diffusion language models share, cut for one tensor-parallel rank.
+
+Pre-norm blocks, RoPE (half-split), grouped-query attention without a causal mask, SwiGLU. Attention heads, MLP
+columns and vocabulary rows are sharded; each block ends its two halves with an all-reduce. Computes hidden states
+of a packed batch; knows nothing of requests, blocks or thresholds.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlmserve.errors import ConfigError
+from dlmserve.worker.attention import attend
+from dlmserve.worker.batch import Batch
+from dlmserve.worker.kv_cache import KVCache
+from dlmserve.worker.linear import Linear
+from dlmserve.worker.parallel import Group
+from dlmserve.worker.weights import Weights
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of the whole model, and what differs between families."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    vocab_size: int
+    max_len: int
+    rope_theta: float
+    norm_eps: float
+    qkv_bias: bool
+    rope_in_float32: bool  # rotate in float32 (LLaDA) or in the model's dtype (Dream)
+    shifted_logits: bool  # the output at column i predicts column i + 1 (Dream)
+    tied_head: bool = False
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Checkpoint names; `layer` is formatted with the layer's index and put before the per-layer ones."""
+
+    embedding: str
+    final_norm: str
+    head: str
+    layer: str
+    attention_norm: str
+    q: str
+    k: str
+    v: str
+    o: str
+    mlp_norm: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of each dimension a rank holds: [start, stop) of heads, KV heads, MLP columns, vocabulary."""
+
+    heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+    mlp: tuple[int, int]
+    vocab: tuple[int, int]
+
+
+def shard_of(config: DecoderConfig, rank: int, size: int) -> Shard:
+    """Raises ConfigError where the heads or the MLP do not divide. KV heads fewer than ranks are replicated."""
+    for what, count in (("attention heads", config.num_heads), ("MLP columns", config.mlp_size)):
+        if count % size:
+            raise ConfigError(f"TP degree {size} does not divide the model's {count} {what}; choose one that does")
+    kv = config.num_kv_heads
+    if kv % size and size % kv:
+        raise ConfigError(f"TP degree {size} and the model's {kv} KV heads: one must divide the other")
+    kv_heads = _even(kv, rank, size) if kv >= size else (rank * kv // size, rank * kv // size + 1)
+    rows = -(-config.vocab_size // size)  # the last rank may hold fewer
+    vocab = (min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
+    return Shard(_even(config.num_heads, rank, size), kv_heads, _even(config.mlp_size, rank, size), vocab)
+
+
+def _even(count: int, rank: int, size: int) -> tuple[int, int]:
+    return rank * count // size, (rank + 1) * count // size
+
+
+class RMSNorm:
+    """x * rsqrt(mean(x^2) + eps) in float32, cast back, then times the weight."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, x.shape[-1:], self._weight, self._eps)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
+        return wide.to(x.dtype) * self._weight
+
+
+class Rope:
+    """Rotary embedding, half-split convention: pairs (j, j + D/2), angle = column * theta^(-2j/D)."""
+
+    def __init__(self, config: DecoderConfig, max_len: int, dtype: torch.dtype, device: str) -> None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), 1.0 / config.rope_theta**exponents)
+        kind = torch.float32 if config.rope_in_float32 else dtype
+        self._cos, self._sin = angles.cos().to(kind).to(device), angles.sin().to(kind).to(device)
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for columns [T]: [T, 1, D/2] each."""
+        return self._cos[positions][:, None], self._sin[positions][:, None]
+
+    @staticmethod
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, H, D]."""
+        a, b = x.to(cos.dtype).chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Layer:
+    """One transformer block."""
+
+    def __init__(
+        self, index: int, config: DecoderConfig, names: TensorNames, weights: Weights, shard: Shard, group: Group
+    ) -> None:
+        self._index, self._group = index, group
+        prefix, d, hd = names.layer.format(index), config.hidden_size, config.head_dim
+        self._num_heads = shard.heads[1] - shard.heads[0]
+        self._num_kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
+        self._head_dim = hd
+
+        def rows(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Tensor:
+            return weights.get(f"{prefix}{name}.weight", (full * unit, d), 0, part[0] * unit, part[1] * unit)
+
+        def columns(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Tensor:
+            return weights.get(f"{prefix}{name}.weight", (d, full * unit), 1, part[0] * unit, part[1] * unit)
+
+        def bias(name: str, full: int, part: tuple[int, int]) -> Tensor:
+            return weights.get(f"{prefix}{name}.bias", (full * hd,), 0, part[0] * hd, part[1] * hd)
+
+        heads, kv_heads = (config.num_heads, shard.heads), (config.num_kv_heads, shard.kv_heads)
+        parts = ((names.q, *heads), (names.k, *kv_heads), (names.v, *kv_heads))
+        qkv_bias = torch.cat([bias(*part) for part in parts]) if config.qkv_bias else None
+        self._qkv = Linear(torch.cat([rows(*part, unit=hd) for part in parts]), qkv_bias)
+        self._o = Linear(columns(names.o, *heads, unit=hd))
+        mlp = (config.mlp_size, shard.mlp)
+        self._gate_up = Linear(torch.cat([rows(names.gate, *mlp), rows(names.up, *mlp)]))
+        self._down = Linear(columns(names.down, *mlp))
+        self._attention_norm = RMSNorm(weights.get(f"{prefix}{names.attention_norm}.weight", (d,)), config.norm_eps)
+        self._mlp_norm = RMSNorm(weights.get(f"{prefix}{names.mlp_norm}.weight", (d,)), config.norm_eps)
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: KVCache | None, only_rows: bool
+    ) -> Tensor:
+        """x [T, d] -> [T, d], or [M, d] of the wanted rows: after the last layer's keys nothing else is needed."""
+        num_rotated = self._num_heads + self._num_kv_heads
+        qkv = self._qkv(self._attention_norm(x)).view(len(x), num_rotated + self._num_kv_heads, self._head_dim)
+        rotated, v = Rope.rotate(qkv[:, :num_rotated], cos, sin), qkv[:, num_rotated:]
+        q, k = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        if batch.store_slots is not None:
+            assert cache is not None
+            picked = (k, v) if batch.store_from is None else (k[batch.store_from], v[batch.store_from])
+            cache.write(self._index, batch.store_slots, *picked)
+        segments = batch.segments
+        if only_rows:
+            q, x, segments = q[batch.rows], x[batch.rows], batch.row_segments
+        x = x + self._group.all_reduce_(self._o(attend(q, k, v, segments, cache, self._index)))
+        gate, up = self._gate_up(self._mlp_norm(x)).chunk(2, -1)
+        return x + self._group.all_reduce_(self._down(F.silu(gate) * up))
+
+
+class Decoder:
+    """A rank's shard of the model: packed batch in, hidden states of the wanted rows out."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        names: TensorNames,
+        weights: Weights,
+        group: Group,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        self.config, self.group, self.dtype, self.device = config, group, dtype, device
+        self.shard = shard_of(config, group.rank, group.size)
+        vocab, d = (config.vocab_size, config.hidden_size), config.hidden_size
+        self._embedding = weights.get(names.embedding, vocab, 0, *self.shard.vocab)
+        self.head = self._embedding if config.tied_head else weights.get(names.head, vocab, 0, *self.shard.vocab)
+        self._final_norm = RMSNorm(weights.get(names.final_norm, (d,)), config.norm_eps)
+        self._rope = Rope(config, config.max_len, dtype, device)
+        self._layers = [
+            Layer(i, config, names, weights, self.shard, group) for i in range(config.num_layers)
+        ]
+
+    def forward(self, batch: Batch, cache: KVCache | None) -> Tensor:
+        """Final, normalised hidden states of the batch's rows: [M, d]."""
+        x = self._embed(batch.tokens)
+        cos, sin = self._rope.tables(batch.positions)
+        last = len(self._layers) - 1
+        for i, layer in enumerate(self._layers):
+            x = layer(x, cos, sin, batch, cache, only_rows=i == last)
+        return self._final_norm(x)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return self._embedding[tokens]
+        local = tokens - self.shard.vocab[0]
+        here = (local >= 0) & (local < len(self._embedding))
+        if not len(self._embedding):
+            x = torch.zeros(len(tokens), self.config.hidden_size, dtype=self.dtype, device=self.device)
+        else:
+            x = self._embedding[local.clamp(0, len(self._embedding) - 1)] * here[:, None]
+        return self.group.all_reduce_(x)

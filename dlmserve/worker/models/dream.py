@@ -1,0 +1,49 @@
+"""Dream (7B base and instruct, Dream-Coder, DiffuCoder): `DreamModel`, Qwen2.5's layout without the causal mask.
+
+Its output at column i predicts column i + 1, so a block's first column comes from the column before the block,
+which only a recompute step covers: that step reveals this one column and nothing else (Fast-dLLM's rule).
+"""
+
+from dlmserve.errors import CheckpointError
+from dlmserve.worker.models.decoder import DecoderConfig, TensorNames
+
+NAMES = TensorNames(
+    embedding="model.embed_tokens.weight",
+    final_norm="model.norm.weight",
+    head="lm_head.weight",
+    layer="model.layers.{}.",
+    attention_norm="input_layernorm",
+    q="self_attn.q_proj",
+    k="self_attn.k_proj",
+    v="self_attn.v_proj",
+    o="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+)
+REQUIRED = {"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False}
+
+
+def read_config(config: dict) -> DecoderConfig:
+    """Raises CheckpointError for an option that this file does not implement."""
+    for key, wanted in REQUIRED.items():
+        if config.get(key, wanted) != wanted:
+            raise CheckpointError(f"config.json has {key}={config[key]!r}; Dream is served with {key}={wanted!r}")
+    heads = config["num_attention_heads"]
+    return DecoderConfig(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        mlp_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_len=config["max_position_embeddings"],
+        rope_theta=config["rope_theta"],
+        norm_eps=config["rms_norm_eps"],
+        qkv_bias=True,
+        rope_in_float32=False,
+        shifted_logits=True,
+        tied_head=bool(config.get("tie_word_embeddings")),
+    )
