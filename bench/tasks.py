@@ -227,7 +227,7 @@ def python_line(rng: random.Random) -> Draft:
 
 
 def any_order(rng: random.Random, most: int = 5) -> Draft:
-    """The given words in any order, mostly one swap away: a joint choice, where parallel unmasking can fail."""
+    """The given words in any order: a joint choice, where unmasking in parallel can go wrong."""
     words = rng.sample(WORDS, rng.randint(2, most))
     answer = list(words)
     if rng.random() < 0.6:
@@ -267,10 +267,10 @@ SHORT: dict[str, Generator] = {
 TASKS = [*GENERATORS, "several"]
 # Shares of the training mix: harder tasks are drawn more often.
 WEIGHTS = {
-    "word_problem": 3.0,
-    "long_addition": 3.0,
-    "sums": 2.5,
-    "sort_numbers": 2.0,
+    "word_problem": 2.5,
+    "long_addition": 2.5,
+    "sums": 1.0,
+    "sort_numbers": 1.5,
     "reverse_words": 0.4,
     "to_json": 0.5,
     "json_list": 0.4,
@@ -278,7 +278,7 @@ WEIGHTS = {
     "count_on": 1.0,
     "python_line": 0.4,
     "any_order": 0.5,
-    "several": 4.0,
+    "several": 6.0,
 }
 
 
@@ -305,7 +305,8 @@ def _draw_from(rng: random.Random, split: Split, task: str, generator: Generator
 
 def _several(rng: random.Random, split: Split) -> Problem:
     """Two to six short problems in one prompt, one numbered answer line each."""
-    kinds = [rng.choice(list(SHORT)) for _ in range(rng.randint(2, 6))]
+    num_parts = rng.choice([2, 2, 2, 3, 3, 3, 4, 4, 5, 6])
+    kinds = [rng.choice(list(SHORT)) for _ in range(num_parts)]
     parts = tuple(_draw_from(rng, split, kind, SHORT[kind]) for kind in kinds)
     prompt = "Answer each:" + "".join(f"\n{i}) {part.prompt}" for i, part in enumerate(parts, 1))
     answer = "\n".join(f"{i}) {part.answer}" for i, part in enumerate(parts, 1))

@@ -1,11 +1,10 @@
-"""The settings of a server: one frozen tree, made from flags and an optional TOML file by cli.py.
+"""The settings of a server: one frozen tree, made from flags and an optional TOML file by flags.py.
 
 Knows the meaning and the bounds of each setting; knows nothing of argparse, sockets or torch.
 """
 
-import difflib
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from dlmserve.errors import ConfigError
 from dlmserve.messages import CacheMode
@@ -98,13 +97,3 @@ def parse_refresh(text: str) -> int:
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def check_keys(keys: list[str], where: str) -> None:
-    """Raises ConfigError for a key that is no setting, naming the nearest one."""
-    known = [f.name for f in fields(ServerConfig)]
-    for key in keys:
-        if key.replace("-", "_") not in known:
-            near = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
-            hint = f"; did you mean '{near[0].replace('_', '-')}'?" if near else f"; known: {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key '{key}'{hint}")

@@ -1,4 +1,4 @@
-"""The ZeroMQ sockets of all processes: ROUTER (head), DEALER (agents, ranks), PUSH and PULL (leader, followers).
+"""The ZeroMQ sockets: ROUTER (head), DEALER (agents, ranks), PUSH and PULL (leader to followers).
 
 Owns socket options, framing and addresses. Knows nothing of what the messages mean. A socket belongs to
 the thread that made it.
@@ -25,27 +25,32 @@ MAX_IPC_PATH = 107  # sockaddr_un.sun_path, less its final zero
 class Router:
     """The head's end: one socket, all peers. Lives on the running asyncio loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoints: list[str]) -> None:
+        """Raises ConfigError for an address that cannot be bound, or that must not be without keys."""
+        for endpoint in endpoints:
+            check_endpoint(endpoint)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         _set_common(self._socket)
+        for endpoint in endpoints:
+            self._bind(endpoint)
 
-    def bind(self, endpoint: str) -> None:
-        """Raises ConfigError for an address that cannot be bound, or that must not be without keys."""
-        check_endpoint(endpoint)
+    def _bind(self, endpoint: str) -> None:
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
+            self.close()
             raise ConfigError(
-                f"cannot listen on {endpoint}: {error.strerror}; stop what holds it, or choose another address"
+                f"cannot listen on {endpoint}: {error.strerror}; free it, or choose another address"
             ) from error
 
     def send(self, identity: str, message: Message) -> None:
         """Never blocks. Raises WorkerError where the peer is gone or has stopped reading."""
         frames = [identity.encode(), encode(message)]
-        # With DONTWAIT the future is done on return; asyncio's socket, not its shadow, keeps the reader awake.
+        # With DONTWAIT the future is done on return. Not the plain socket below it: that would put the
+        # asyncio reader to sleep, as any call may swallow the edge that announces a message.
         sent = self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
         assert isinstance(sent, asyncio.Future)
         error = sent.exception()
@@ -148,7 +153,7 @@ class PlanReceiver:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError for an endpoint that is neither ipc nor loopback tcp: links are not encrypted yet."""
+    """Raises ConfigError for what is neither ipc nor loopback tcp: links are not encrypted yet."""
     parts = urlsplit(endpoint)
     if parts.scheme == "ipc":
         path = endpoint.removeprefix("ipc://")
@@ -161,8 +166,8 @@ def check_endpoint(endpoint: str) -> None:
         raise ConfigError(f"address {endpoint!r} is neither ipc://PATH nor tcp://ADDRESS:PORT")
     elif not _is_loopback(parts.hostname):
         raise ConfigError(
-            f"will not listen on {endpoint}: anyone who reaches it could take the server over, and there are no "
-            "CURVE keys; listen on tcp://127.0.0.1 and join through an SSH tunnel"
+            f"will not listen on {endpoint}: anyone who reaches it could take the server over, and there are "
+            "no CURVE keys; listen on tcp://127.0.0.1 and join through an SSH tunnel"
         )
 
 

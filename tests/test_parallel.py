@@ -1,4 +1,4 @@
-"""Process groups between real processes: formed and left again and again, right sums, quick and clean failures."""
+"""Process groups between real processes: formed and left again and again, right sums, clean failures."""
 
 import multiprocessing
 import os
@@ -21,7 +21,8 @@ class Peer:
     """A process that waits for work; `call` returns at once, `reply` waits for the result."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["dlmserve.worker.parallel"])  # imports torch once for all
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve_calls, args=(theirs,), daemon=True)
         self.process.start()

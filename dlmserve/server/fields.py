@@ -66,7 +66,9 @@ class Fields:
     def neutral(self, key: str, *values: object) -> None:
         """A field that is not supported, but for the values that ask for nothing."""
         names = " or ".join(shown(value) for value in values) or "null"
-        self.get(key, f"{names}, or the field left out: it is not supported here", lambda value: value in values)
+        self.get(
+            key, f"{names}, or the field left out: it is not supported here", lambda value: value in values
+        )
 
     def close(self) -> None:
         """Raises RequestError naming the fields that nobody asked for, and the nearest known ones."""

@@ -1,7 +1,7 @@
 """The bodies of POST /v1/chat/completions and /v1/completions, validated into one Request.
 
-Owns every field's meaning, bounds and default that need no model to be known. Knows nothing of tokens, canvases
-or the server's settings: what is None here, `specs.py` fills in. Fields of OpenAI's API that a diffusion model
+Owns every field's meaning, bounds and default that need no model to be known. Knows nothing of tokens,
+canvases or the server's settings: what is None here, `specs.py` fills in. Fields of OpenAI's API that this
 server has no use for are accepted with the value that asks for nothing, and refused with any other.
 """
 
@@ -58,7 +58,9 @@ def decode_json(body: bytes) -> object:
     try:
         return msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise RequestError(f"the body of {len(body)} bytes is not JSON in UTF-8: {error}", None, "invalid_json") from error
+        raise RequestError(
+            f"the body of {len(body)} bytes is not JSON in UTF-8: {error}", None, "invalid_json"
+        ) from error
 
 
 def parse_request(endpoint: Endpoint, body: object) -> Request:
@@ -94,7 +96,9 @@ def parse_request(endpoint: Endpoint, body: object) -> Request:
         block_length=fields.integer("block_length", 1, 1024),
         cache=fields.choice("cache", ("none", "prefix", "dual")),  # type: ignore[arg-type]
         ignore_eos=fields.boolean("ignore_eos"),
-        slo_ms=fields.number("slo_ms", "a number of milliseconds above 0, at most a day", lambda x: 0 < x <= 86_400_000),
+        slo_ms=fields.number(
+            "slo_ms", "a number of milliseconds above 0, at most a day", lambda x: 0 < x <= 86_400_000
+        ),
         priority=fields.integer("priority", -(2**31), 2**31 - 1) or 0,
     )
     fields.close()
@@ -105,15 +109,20 @@ def parse_request(endpoint: Endpoint, body: object) -> Request:
 def _check_schedule(request: Request) -> None:
     if request.threshold is not None and request.steps is not None:
         raise RequestError(
-            f"threshold is {request.threshold} and steps is {request.steps}; wanted at most one of them", "steps"
+            f"threshold is {request.threshold} and steps is {request.steps}; wanted at most one of them",
+            "steps",
         )
     if request.min_threshold is None:
         return
     if request.steps is not None:
-        raise RequestError("min_threshold bounds a threshold, but steps asks for a fixed schedule: leave one out", "min_threshold")
+        raise RequestError(
+            "min_threshold bounds a threshold, but steps asks for a fixed schedule: leave one out",
+            "min_threshold",
+        )
     if request.threshold is not None and request.threshold < request.min_threshold:
         raise RequestError(
-            f"threshold is {request.threshold}; wanted at least min_threshold, {request.min_threshold}", "threshold"
+            f"threshold is {request.threshold}; wanted at least min_threshold, {request.min_threshold}",
+            "threshold",
         )
 
 
@@ -125,17 +134,26 @@ def _chat_fields(fields: Fields) -> tuple[list[Prompt], None, int | None, int | 
     max_tokens = fields.integer("max_tokens", 1, 2**31 - 1)
     newer = fields.integer("max_completion_tokens", 1, 2**31 - 1)
     if None not in (max_tokens, newer) and max_tokens != newer:
-        raise RequestError(f"max_tokens is {max_tokens} and max_completion_tokens {newer}; give one", "max_tokens")
+        raise RequestError(
+            f"max_tokens is {max_tokens} and max_completion_tokens {newer}; give one", "max_tokens"
+        )
     wants_logprobs = fields.boolean("logprobs")
     top = fields.integer("top_logprobs", 0, 20)
     if top and not wants_logprobs:
-        raise RequestError(f"top_logprobs is {top} but logprobs is not true; set logprobs to true", "top_logprobs")
+        raise RequestError(
+            f"top_logprobs is {top} but logprobs is not true; set logprobs to true", "top_logprobs"
+        )
     return [_messages(fields)], None, newer or max_tokens, (top or 0) if wants_logprobs else None
 
 
 def _text_fields(fields: Fields) -> tuple[list[Prompt], str | None, int | None, int | None]:
     suffix = fields.string("suffix") or None
-    return _prompts(fields), suffix, fields.integer("max_tokens", 1, 2**31 - 1), fields.integer("logprobs", 0, 5)
+    return (
+        _prompts(fields),
+        suffix,
+        fields.integer("max_tokens", 1, 2**31 - 1),
+        fields.integer("logprobs", 0, 5),
+    )
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:
@@ -145,7 +163,9 @@ def _stop(fields: Fields) -> tuple[str, ...]:
         raise RequestError(f"stop is {shown(value)}; wanted a string or at most {MAX_STOPS} strings", "stop")
     for stop in stops:
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARS:
-            raise RequestError(f"stop has {shown(stop)}; wanted strings of 1 to {MAX_STOP_CHARS} characters", "stop")
+            raise RequestError(
+                f"stop has {shown(stop)}; wanted strings of 1 to {MAX_STOP_CHARS} characters", "stop"
+            )
     return tuple(stops)
 
 
@@ -159,7 +179,9 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
     options.neutral("include_obfuscation", False)
     options.close()
     if not stream:
-        raise RequestError("stream_options is given but stream is not true; set stream to true", "stream_options")
+        raise RequestError(
+            "stream_options is given but stream is not true; set stream to true", "stream_options"
+        )
     return include_usage, include_unmask
 
 
@@ -187,7 +209,14 @@ def _accept_neutral(fields: Fields, endpoint: Endpoint, n: int) -> None:
     fields.neutral("store", False)
     fields.neutral("reasoning_effort", "none")
     fields.neutral("verbosity", "medium")
-    for key in ("audio", "prediction", "web_search_options", "moderation", "prompt_cache_options", "prompt_cache_retention"):
+    for key in (
+        "audio",
+        "prediction",
+        "web_search_options",
+        "moderation",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    ):
         fields.neutral(key)
 
 
@@ -235,7 +264,9 @@ def _prompts(fields: Fields) -> list[Prompt]:
         raise RequestError(f"prompt is a list of {len(raw)}; wanted at most {MAX_PROMPTS} prompts", "prompt")
     for i, item in enumerate(raw):
         if not isinstance(item, str) and not _is_ids(item):
-            raise RequestError(f"prompt[{i}] is {shown(item)}; wanted a string or a list of token ids", f"prompt[{i}]")
+            raise RequestError(
+                f"prompt[{i}] is {shown(item)}; wanted a string or a list of token ids", f"prompt[{i}]"
+            )
     return raw
 
 

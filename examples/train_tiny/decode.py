@@ -1,4 +1,4 @@
-"""Threshold decoding in semi-autoregressive blocks, with or without the dual cache (Fast-dLLM, arXiv 2505.22618).
+"""Threshold decoding in blocks, with or without the dual cache (Fast-dLLM, arXiv 2505.22618).
 
 Owns the unmasking loop over a padded batch: a short reference, not how dlmserve serves. Knows nothing about
 texts or tasks.
@@ -24,7 +24,7 @@ class Decoding:
 
 
 def left_pad(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids [rows, width] padded on the left, and the attention bias [rows, 1, 1, width] that hides the padding.
+    """Ids [rows, width] padded on the left, and the bias [rows, 1, 1, width] that hides the padding.
 
     Rotary positions are relative, so the shift changes nothing else.
     """
@@ -37,7 +37,7 @@ def left_pad(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def unmask(block: Tensor, logits: Tensor, threshold: float) -> Tensor:
-    """One step over a block [rows, block_length]: fixes what reaches the threshold, or else the best guess."""
+    """One step over a block [rows, block_length]: what reaches the threshold, or the best guess."""
     confidence, guess = logits.float().softmax(-1).max(-1)
     masked = block == MASK_ID
     confidence = confidence.masked_fill(~masked, -1.0)

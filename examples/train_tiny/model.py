@@ -89,7 +89,7 @@ class Block(nn.Module):
         start: int = 0,
         cache: DualCache | None = None,
     ) -> Tensor:
-        """x [rows, n, dim] at the positions from `start`; `selected` [rows, n] are those wanted afterwards."""
+        """x [rows, n, dim] at the positions from `start`; `selected` [rows, n]: those wanted back."""
         rows, n, dim = x.shape
         normed = self.attn_norm(x)
         q, k, v = (
@@ -127,6 +127,7 @@ class LLaDA(nn.Module):
 
     def __init__(self, cfg: Config, tied: bool = False) -> None:
         super().__init__()
+        self.cfg = cfg
         self.model = nn.ModuleDict({"transformer": Transformer(cfg)})
         head_dim = cfg["d_model"] // cfg["n_heads"]
         cos, sin = rope_tables(cfg["max_sequence_length"], head_dim, cfg["rope_theta"])
@@ -162,8 +163,8 @@ class LLaDA(nn.Module):
     ) -> Tensor:
         """Logits [rows, n, vocab] of ids [rows, n] at the positions from `start`.
 
-        `bias` [rows, 1, 1, num_keys] is added to the attention scores. With the boolean `selected` [rows, n] the
-        logits are those of the selected positions only, [num_selected, vocab].
+        `bias` [rows, 1, 1, num_keys] is added to the attention scores. With the boolean `selected` [rows, n]
+        the logits are those of the selected positions only, [num_selected, vocab].
         """
         transformer = self.transformer
         end = start + ids.shape[1]

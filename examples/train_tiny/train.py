@@ -6,6 +6,7 @@ Owns the optimisers, the schedule and the state on disk. Knows nothing about the
 """
 
 import argparse
+import io
 import json
 import shutil
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save as to_safetensors
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -106,7 +107,6 @@ class Trainer:
             average.lerp_(weight, 1 - decay)
 
     def save(self, path: Path) -> None:
-        """Replaces the state atomically: an interrupted write never costs the run."""
         state = {
             "model": self.model.state_dict(),
             "ema": self.average.state_dict(),
@@ -114,8 +114,9 @@ class Trainer:
             "step": self.step,
             "best": self.best,
         }
-        torch.save(state, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        replace_file(path, buffer.getvalue())
 
     def load(self, path: Path) -> None:
         state = torch.load(path, weights_only=True)
@@ -127,21 +128,22 @@ class Trainer:
 
 
 def export(model: LLaDA, cfg: Config, folder: Path) -> None:
-    """Writes weights (bf16), config.json and generation_config.json; each file is replaced atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes model.safetensors (bf16), config.json and generation_config.json."""
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors.new", {"format": "pt"})
-    (folder / "model.safetensors.new").replace(folder / "model.safetensors")
-    ids = {key: value for key, value in cfg.items() if key.endswith("_token_id")}
-    generation = {
-        **ids,
-        "gen_length": max(RESPONSE_LENGTHS),
-        "block_length": BLOCK_LENGTH,
-        "threshold": Decoding().threshold,
-    }
-    for name, content in (("config.json", cfg), ("generation_config.json", generation)):
-        (folder / f"{name}.new").write_text(json.dumps(content, indent=2) + "\n")
-        (folder / f"{name}.new").replace(folder / name)
+    generation = {key: value for key, value in cfg.items() if key.endswith("_token_id")}
+    generation["gen_length"] = max(RESPONSE_LENGTHS)
+    generation["block_length"] = BLOCK_LENGTH
+    generation["threshold"] = Decoding().threshold
+    replace_file(folder / "model.safetensors", to_safetensors(weights, {"format": "pt"}))
+    replace_file(folder / "config.json", json.dumps(cfg, indent=2).encode() + b"\n")
+    replace_file(folder / "generation_config.json", json.dumps(generation, indent=2).encode() + b"\n")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Atomically: whoever reads the checkpoint meanwhile sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(path.name + ".new").write_bytes(content)
+    path.with_name(path.name + ".new").replace(path)
 
 
 def schedule(step: int, num_steps: int, num_decay: int) -> float:

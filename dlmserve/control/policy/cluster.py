@@ -114,6 +114,7 @@ class Cluster:
         self.nodes: dict[str, int] = {}  # number of devices
         self.ranks: dict[tuple[str, int], Rank] = {}  # by node and device
         self.instances: dict[str, Instance] = {}
+        self._early_exits: dict[tuple[str, int], list[str]] = {}  # why processes died that never said hello
         self._max_num_seqs = max_num_seqs
         self._leave_timeout_s = leave_timeout_s
 
@@ -127,10 +128,18 @@ class Cluster:
         return any(slot.num_pages is None or num_pages <= slot.num_pages for slot in self.slots)
 
     def failure(self) -> str | None:
-        """Why nothing serves and, by all that is known, nothing will; None while there is hope."""
-        if any(slot.num_failures < MAX_FAILURES for slot in self.slots):
+        """Why no instance serves and, by all that is known, none will; None while there is hope."""
+        if any(instance.serving for instance in self.instances.values()):
             return None
-        return self.slots[0].error
+        devices_of = {slot.index: devices for slot, devices in self._plan()}
+        reasons = [self._hopeless(slot, devices_of.get(slot.index, [])) for slot in self.slots]
+        return reasons[0] if all(reasons) else None
+
+    def _hopeless(self, slot: Slot, devices: list[tuple[str, int]]) -> str | None:
+        if slot.num_failures >= MAX_FAILURES:
+            return slot.error
+        exits = (self._early_exits.get(device, []) for device in devices)
+        return next((reasons[-1] for reasons in exits if len(reasons) >= MAX_FAILURES), None)
 
     # ---- nodes and ranks
 
@@ -139,11 +148,13 @@ class Cluster:
 
     def remove_node(self, node: str, now: float, reason: str) -> list[LostInstance]:
         self.nodes.pop(node, None)
-        gone = [rank for rank in self.ranks.values() if rank.id.node == node]
-        for rank in gone:
-            rank.state = "down"
-        lost = [self.lose(rank.instance, now, reason) for rank in gone if rank.instance in self.instances]
-        self.ranks = {key: rank for key, rank in self.ranks.items() if key[0] != node}
+        gone = [rank.id for rank in self.ranks.values() if rank.id.node == node]
+        for id in gone:
+            self.ranks[id[:2]].state = "down"
+        names = {self.ranks[id[:2]].instance for id in gone}
+        lost = [self.lose(name, now, f"node {node} is down: {reason}") for name in sorted(names)]
+        for id in gone:
+            del self.ranks[id[:2]]
         return [each for each in lost if each]
 
     def add_rank(self, id: RankId, plan_endpoint: str, now: float) -> LostInstance | None:
@@ -151,17 +162,22 @@ class Cluster:
         old = self.ranks.get(id[:2])
         if old and old.id.generation >= id.generation:
             return None
-        lost = self.remove_rank(old.id, now, "its process was replaced") if old else None
+        lost = self.remove_rank(old.id, now, "another process took its place") if old else None
         self.ranks[id[:2]] = Rank(id, plan_endpoint)
+        self._early_exits.pop(id[:2], None)
         return lost
 
     def remove_rank(self, id: RankId, now: float, reason: str) -> LostInstance | None:
-        """The rank is down; ignored where that is known or the process is not the present one."""
+        """The rank is down; ignored where that is known already or an older process is meant."""
         rank = self.ranks.get(id[:2])
-        if rank is None or rank.id != id or rank.state == "down":
+        reason = f"rank {id.identity} is down: {reason}"
+        if rank is None or rank.id.generation < id.generation:
+            self._early_exits.setdefault(id[:2], []).append(reason)
+            return None
+        if rank.id != id or rank.state == "down":
             return None
         rank.state = "down"
-        return self.lose(rank.instance, now, f"rank {id.identity} is down: {reason}")
+        return self.lose(rank.instance, now, reason)
 
     # ---- instances
 
@@ -260,8 +276,10 @@ class Cluster:
     def check(self) -> None:
         """Raises AssertionError where the books contradict themselves."""
         for key, rank in self.ranks.items():
-            assert key == rank.id[:2] and rank.id.node in self.nodes, f"rank {rank.id} is misplaced"
-            assert (rank.state == "busy") == (rank.instance in self.instances), f"{rank} and its instance differ"
+            assert key == rank.id[:2], f"rank {rank.id} is misplaced"
+            assert (rank.state == "busy") == (rank.instance in self.instances), (
+                f"{rank} and its instance differ"
+            )
         for name, instance in self.instances.items():
             assert instance.slot.instance == name, f"{name} fills no slot"
             members = [self.ranks[id[:2]] for id in instance.ranks]

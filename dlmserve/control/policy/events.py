@@ -85,9 +85,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = (
-    Arrived | Cancelled | StepDone | NodeUp | NodeLost | RankUp | RankLost | RankFormed | RankLeft | Tick
-)
+Event = Arrived | Cancelled | StepDone | NodeUp | NodeLost | RankUp | RankLost | RankFormed | RankLeft | Tick
 
 # ---- actions
 
@@ -110,8 +108,11 @@ class Send:
 
 @dataclass(frozen=True)
 class Deliver:
+    """`age_s`: since the request arrived."""
+
     request: int
     update: StepUpdate
+    age_s: float
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,10 @@ class FormInstance:
 
 @dataclass(frozen=True)
 class DissolveInstance:
-    """The instance is lost; `survivors` are its ranks that still live and must let go of it."""
+    """The instance is lost. `told`: its leader, who tells the others; if that is dead, the others."""
 
     instance: str
-    survivors: tuple[RankId, ...]
+    told: tuple[RankId, ...]
     reason: str
 
 
@@ -161,6 +162,4 @@ class RestartRank:
     reason: str
 
 
-Action = (
-    Reject | Send | Deliver | Finish | Fail | Drop | FormInstance | DissolveInstance | RestartRank
-)
+Action = Reject | Send | Deliver | Finish | Fail | Drop | FormInstance | DissolveInstance | RestartRank

@@ -1,0 +1,328 @@
+"""The head: turns sockets and the clock into events, and the scheduler's actions into messages.
+
+The only reader of the clock on this side. Decides nothing: what happens next is `policy/scheduler.py`'s
+business. Everything here runs on one asyncio loop; sinks are called on it.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+
+from dlmserve.checkpoint import ModelInfo
+from dlmserve.config import ServerConfig
+from dlmserve.control.liveness import Liveness
+from dlmserve.control.metrics import Metrics
+from dlmserve.control.node import LocalAgent, find_device
+from dlmserve.control.observer import Observer
+from dlmserve.control.policy.cluster import RankId
+from dlmserve.control.policy.events import (
+    Action,
+    Arrived,
+    Cancelled,
+    Deliver,
+    DissolveInstance,
+    Drop,
+    Event,
+    Fail,
+    Finish,
+    FormInstance,
+    NodeLost,
+    RankLost,
+    Reject,
+    RestartRank,
+    Send,
+    Tick,
+)
+from dlmserve.control.policy.policies import make_policy
+from dlmserve.control.policy.request import CancelOutcome, RequestSpec, Sink, Summary
+from dlmserve.control.policy.scheduler import Scheduler
+from dlmserve.control.wire import FormMaker, agent_identity, to_event
+from dlmserve.errors import ProtocolError, Unavailable, WorkerError
+from dlmserve.messages import (
+    PROTOCOL_VERSION,
+    AgentHello,
+    Dissolve,
+    Formed,
+    Heartbeat,
+    Message,
+    RankExited,
+    RankHello,
+    Shutdown,
+    StepReport,
+    ToHead,
+)
+from dlmserve.messages import RestartRank as RestartRankMessage
+from dlmserve.transport import Router
+
+LOCAL_NODE = "local"
+TICK_S = 0.5
+STOP_S = 5.0  # for an agent and its ranks to end when asked to
+
+log = logging.getLogger("dlmserve.head")
+
+
+class Head:
+    """One per server. `start()` and everything after it belong to one running asyncio loop."""
+
+    def __init__(self, config: ServerConfig, info: ModelInfo, metrics: Metrics) -> None:
+        self._config, self._info = config, info
+        max_model_len = config.max_model_len or info.max_model_len
+        self._scheduler = Scheduler(config, make_policy(config), info.mask_id, max_model_len)
+        self._observer = Observer(self._scheduler, config, metrics)
+        self._metrics = metrics
+        self._sinks: dict[int, Sink] = {}
+        self._numbers = itertools.count(1)
+        self._pending: deque[Action] = deque()  # decided, not yet performed
+        self._performing = False
+        self._liveness = Liveness(config.heartbeat_timeout_s)
+        self._ticked_at = 0.0
+        self._idle = True  # nothing has happened since the last tick
+        self._ready: asyncio.Future[None] | None = None  # None: not started
+        self._tasks: list[asyncio.Task] = []
+        self.draining = False
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Listens, starts this machine's agent, begins to form the layout; raises ConfigError."""
+        self._ready = asyncio.get_running_loop().create_future()
+        self._ticked_at = time.monotonic()
+        self._run_dir = self._config.run_dir or tempfile.mkdtemp(prefix="dlmserve-")
+        self._forms = FormMaker(self._config, self._info, self._run_dir)
+        endpoint = f"ipc://{self._run_dir}/head.sock"
+        self._router = Router([endpoint, *([self._config.listen] if self._config.listen else [])])
+        self._agent = LocalAgent(self._agent_command(endpoint), self._on_agent_exit)
+        self._agent.start()
+        self._tasks = [
+            asyncio.create_task(self._receive_forever()),
+            asyncio.create_task(self._tick_forever()),
+        ]
+
+    def _agent_command(self, endpoint: str) -> list[str]:
+        command = [sys.executable, "-m", "dlmserve.worker.agent", "--head", endpoint, "--node", LOCAL_NODE]
+        command += ["--devices", str(self._config.num_devices), "--device", find_device(self._config.device)]
+        return [*command, "--run-dir", self._run_dir]
+
+    async def wait_ready(self) -> None:
+        """Returns when the first instance serves. Raises WorkerError when none ever will."""
+        assert self._ready, "start() comes first"
+        await asyncio.shield(self._ready)
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._scheduler.cluster.serving()) and not self.draining
+
+    def cluster(self) -> dict:
+        """What there is and what it does, for people and tools; JSON types only."""
+        return self._observer.describe() | {"ready": self.ready, "draining": self.draining}
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuses new requests; returns when the others are done, or after `limit_s`."""
+        self.draining = True
+        end_at = time.monotonic() + limit_s
+        while self._scheduler.requests and time.monotonic() < end_at:
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """Ends all processes; requests that still run are told so."""
+        self.draining = True
+        for number in list(self._sinks):
+            sink = self._sinks.pop(number)
+            _tell(sink.on_error, Unavailable("the server stops"))
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for node in self._scheduler.cluster.nodes:
+            with contextlib.suppress(WorkerError):
+                self._router.send(agent_identity(node), Shutdown())
+        await self._agent.stop(STOP_S)
+        self._router.close()
+        if self._config.run_dir is None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    # ---- requests
+
+    def submit(self, spec: RequestSpec, sink: Sink) -> int:
+        """The request's number. Raises QueueFull, Unavailable, ContextTooLong."""
+        if self.draining:
+            raise Unavailable("the server is shutting down and takes no new requests")
+        if self._ready is None or not self._ready.done() or self._ready.exception():
+            raise Unavailable("no model instance serves yet; GET /ready says when one does")
+        number = next(self._numbers)
+        self._sinks[number] = sink
+        for action in self._feed(Arrived(number, spec)):
+            if isinstance(action, Reject):
+                raise action.error
+        return number
+
+    def cancel(self, request: int, outcome: CancelOutcome) -> Summary | None:
+        """Drops a request; its sink hears nothing from now on. None where it is over already."""
+        if self._sinks.pop(request, None) is None:
+            return None
+        actions = self._feed(Cancelled(request, outcome))
+        ends = (action for action in [*actions, *self._pending] if isinstance(action, Drop | Finish))
+        return next((end.summary for end in ends if end.request == request), None)
+
+    # ---- events in
+
+    async def _receive_forever(self) -> None:
+        while True:
+            try:
+                identity, message = await self._router.receive()
+                self._on_message(identity, message)
+            except ProtocolError as error:
+                log.warning("message dropped: %s", error)
+            except Exception:
+                log.exception("a message could not be handled; going on")
+            await asyncio.sleep(0)  # a message that is already there does not suspend: let others run
+
+    def _on_message(self, identity: str, message: ToHead) -> None:
+        self._liveness.note(message, time.monotonic())
+        match message:
+            case RankHello() | AgentHello() if message.version != PROTOCOL_VERSION:
+                log.error(
+                    "%s speaks protocol %d, not %d: sent away", identity, message.version, PROTOCOL_VERSION
+                )
+                self._send(identity, Shutdown())
+                return
+            case Heartbeat(node, -1):
+                self._send(agent_identity(node), message)
+            case AgentHello(_, node) if node == LOCAL_NODE:
+                self._agent.greeted()
+            case StepReport():
+                self._observer.on_report(message)
+            case RankExited():
+                self._metrics.rank_restarts_total.inc()
+            case Formed(instance, 0, num_pages, load_s, details):
+                log.info(
+                    "instance %s: %d KV pages, %s, ready in %.1f s", instance, num_pages, details, load_s
+                )
+        event = to_event(message)
+        if event:
+            self._feed(event)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._tick(time.monotonic())
+            except Exception:
+                log.exception("the periodic check failed; going on")
+
+    def _tick(self, now: float) -> None:
+        late_s = now - self._ticked_at - TICK_S
+        self._ticked_at = now
+        if late_s > TICK_S:
+            self._liveness.forgive(late_s)
+        if self._idle:
+            self._scheduler.check()
+        self._lose_silent(now)
+        self._feed(Tick())
+        self._idle = True
+
+    def _lose_silent(self, now: float) -> None:
+        cluster = self._scheduler.cluster
+        ranks = [rank.id for rank in cluster.ranks.values() if rank.state != "down"]
+        for peer, silent_s in self._liveness.silent([*ranks, *cluster.nodes], now):
+            reason = f"no heartbeat for {silent_s:.1f} s"
+            if isinstance(peer, RankId):
+                self._feed(RankLost(peer, reason, exited=False))
+                continue
+            self._feed(NodeLost(peer, reason))
+            if peer == LOCAL_NODE:
+                self._agent.kill()
+
+    def _on_agent_exit(self, reason: str, hopeless: bool) -> None:
+        log.error("%s; starting it again", reason)
+        self._feed(NodeLost(LOCAL_NODE, reason))
+        if hopeless and self._ready and not self._ready.done():
+            self._ready.set_exception(
+                WorkerError(f"{reason} again and again before it could serve; see its log")
+            )
+
+    def _feed(self, event: Event) -> list[Action]:
+        """The event's own actions; they are performed after those of earlier events."""
+        self._idle = False
+        actions = self._scheduler.on_event(time.monotonic(), event)
+        self._pending.extend(actions)
+        if not self._performing:
+            self._perform_pending()
+        return actions
+
+    def _perform_pending(self) -> None:
+        # Performing may cause events (a sink cancels, a peer is gone): their actions queue up behind.
+        self._performing = True
+        try:
+            while self._pending:
+                self._perform(self._pending.popleft())
+        finally:
+            self._performing = False
+        self._settle_ready()
+
+    def _settle_ready(self) -> None:
+        cluster = self._scheduler.cluster
+        if self._ready is None or self._ready.done():
+            return
+        if cluster.serving():
+            self._ready.set_result(None)
+        elif failure := cluster.failure():
+            self._ready.set_exception(WorkerError(failure))
+
+    # ---- actions out
+
+    def _perform(self, action: Action) -> None:
+        self._observer.on_action(action)
+        match action:
+            case Deliver(request, update):
+                if sink := self._sinks.get(request):
+                    _tell(sink.on_step, update)
+            case Finish(request, reason, summary):
+                if sink := self._sinks.pop(request, None):
+                    _tell(sink.on_finish, reason, summary)
+            case Fail(request, error):
+                if sink := self._sinks.pop(request, None):
+                    _tell(sink.on_error, error)
+            case Reject(request):
+                self._sinks.pop(request, None)
+            case Send(name, command):
+                instance = self._scheduler.cluster.instances.get(name)
+                if instance:
+                    self._send_rank(instance.ranks[0], command)
+            case FormInstance(instance, ranks):
+                log.info("forming instance %s of %s", instance, ", ".join(rank.identity for rank in ranks))
+                for rank, form in self._forms.forms(action, self._scheduler.cluster):
+                    self._send_rank(rank, form)
+            case DissolveInstance(instance, told, reason):
+                log.error("instance %s is lost: %s", instance, reason)
+                for rank in told:
+                    self._send_rank(rank, Dissolve(instance))
+            case RestartRank(rank, reason):
+                log.error("restarting rank %s: %s", rank.identity, reason)
+                self._send(agent_identity(rank.node), RestartRankMessage(*rank))
+
+    def _send_rank(self, rank: RankId, message: Message) -> None:
+        if not self._send(rank.identity, message):
+            self._feed(RankLost(rank, "it takes no messages", exited=False))
+
+    def _send(self, identity: str, message: Message) -> bool:
+        try:
+            self._router.send(identity, message)
+        except WorkerError as error:
+            log.warning("%s", error)
+            return False
+        return True
+
+
+def _tell(tell, *args) -> None:
+    """A sink's bug must not take the other requests down."""
+    try:
+        tell(*args)
+    except Exception:
+        log.exception("a request's consumer failed")

@@ -1,0 +1,243 @@
+"""The node agent: starts one rank process per device of its node, watches them, restarts those that end.
+
+Owns the rank processes and their output. Knows nothing of models or instances, and never imports torch: ranks
+find out what to do from the head. An agent that goes, or loses its head, takes its ranks with it.
+"""
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import zmq
+
+from dlmserve.errors import WorkerError
+from dlmserve.messages import (
+    PROTOCOL_VERSION,
+    AgentHello,
+    Heartbeat,
+    RankExited,
+    RestartRank,
+    Shutdown,
+)
+from dlmserve.transport import Dealer
+from dlmserve.worker.lifeline import HEARTBEAT_S, die_with_parent, leave_signals_to_head
+
+HEAD_SILENCE_S = 30.0  # without a word from the head
+YOUNG_S = 20.0  # a rank that ends earlier failed to start; the next one waits longer, up to
+MAX_BACKOFF_S = 30.0
+MAX_LINE_BYTES = 65536
+RANK_COMMAND = [sys.executable, "-m", "dlmserve.worker.rank"]
+
+
+class RankProcess:
+    """One life of one device's rank; stdout and stderr come through one pipe."""
+
+    def __init__(self, device: int, generation: int, command: list[str], env: dict[str, str]) -> None:
+        self.device = device
+        self.generation = generation
+        self.started_at = time.monotonic()
+        self.process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert self.process.stdout
+        self.output = self.process.stdout.fileno()
+        os.set_blocking(self.output, False)
+        self.pidfd = os.pidfd_open(self.process.pid)
+        self.last_line = b""
+        self._unfinished_line = b""
+
+    def read_lines(self) -> list[bytes] | None:
+        """What it wrote since; None when nothing will follow."""
+        try:
+            data = os.read(self.output, MAX_LINE_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        *lines, rest = (self._unfinished_line + data).split(b"\n")
+        if len(rest) >= MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        self._unfinished_line = rest
+        self.last_line = next((line for line in reversed(lines) if line.strip()), self.last_line)
+        return lines
+
+    def exit_reason(self) -> str | None:
+        """None while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        last_line = self.last_line.decode(errors="replace").strip()
+        return f"exit status {code}" + (f": {last_line}" if code and last_line else "")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout
+        self.process.stdout.close()
+        os.close(self.pidfd)
+
+
+class Agent:
+    """`device` is "cpu" (virtual devices) or "cuda". To be run by the thread that made it."""
+
+    def __init__(
+        self,
+        head: str,
+        node: str,
+        num_devices: int,
+        device: str,
+        run_dir: str,
+        rank_command: list[str] = RANK_COMMAND,
+    ) -> None:
+        self._head, self._node, self._num_devices = head, node, num_devices
+        self._device, self._run_dir, self._rank_command = device, run_dir, rank_command
+        self._env = rank_environment(num_devices)
+        self._dealer = Dealer(head, f"{node}:agent")
+        self._poller = zmq.Poller()
+        self._handlers: dict[object, Callable[[], None]] = {}
+        self._ranks: dict[int, RankProcess] = {}  # by device; none while its restart waits
+        self._starts: dict[int, tuple[float, int]] = {}  # by device: when, and which generation
+        self._num_young_deaths = [0] * num_devices
+        self._beat_at = self._heard_at = time.monotonic()
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until the head says Shutdown. Raises WorkerError where the head falls silent."""
+        self._dealer.send(AgentHello(PROTOCOL_VERSION, self._node, self._num_devices, os.getpid()))
+        self._watch(self._dealer.socket, self._obey_head)
+        self._starts = {device: (0.0, 1) for device in range(self._num_devices)}
+        try:
+            while not self._stopping:
+                self._do_what_is_due(time.monotonic())
+                for source, _ in self._poller.poll(self._wait_ms(time.monotonic())):
+                    if handler := self._handlers.get(source):
+                        handler()
+        finally:
+            self._kill_ranks()
+            self._dealer.close(linger_s=1.0)
+
+    def _do_what_is_due(self, now: float) -> None:
+        if now - self._heard_at > HEAD_SILENCE_S:
+            raise WorkerError(
+                f"no word from the head at {self._head} for {HEAD_SILENCE_S:g} s; does it still run?"
+            )
+        if now >= self._beat_at:
+            self._dealer.send(Heartbeat(self._node, -1, 0))
+            self._beat_at = now + HEARTBEAT_S
+        for device, (start_at, generation) in list(self._starts.items()):
+            if now >= start_at:
+                del self._starts[device]
+                self._start(device, generation)
+
+    def _wait_ms(self, now: float) -> int:
+        due_at = min([self._beat_at, *(start_at for start_at, _ in self._starts.values())])
+        return math.ceil(max(0.0, due_at - now) * 1000)
+
+    def _start(self, device: int, generation: int) -> None:
+        options = {
+            "head": self._head,
+            "node": self._node,
+            "device": self._device if self._device == "cpu" else f"{self._device}:{device}",
+            "index": device,
+            "generation": generation,
+            "run-dir": self._run_dir,
+            "parent": os.getpid(),
+        }
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        rank = RankProcess(device, generation, self._rank_command + flags, self._env)
+        self._ranks[device] = rank
+        self._watch(rank.output, partial(self._forward_output, rank))
+        self._watch(rank.pidfd, partial(self._reap, rank))
+
+    def _obey_head(self) -> None:
+        self._heard_at = time.monotonic()
+        for message in self._dealer.drain():
+            match message:
+                case Shutdown():
+                    self._stopping = True
+                case RestartRank(_, device, generation):
+                    rank = self._ranks.get(device)
+                    if rank and rank.generation == generation:
+                        rank.process.kill()
+
+    def _reap(self, rank: RankProcess) -> None:
+        reason = rank.exit_reason()
+        if reason is None:
+            return
+        self._forward_output(rank)
+        self._unwatch(rank.output, rank.pidfd)
+        rank.close()
+        del self._ranks[rank.device]
+        self._dealer.send(RankExited(self._node, rank.device, rank.generation, reason))
+        if rank.process.returncode == 0:  # told to go: not to be replaced
+            return
+        now = time.monotonic()
+        num_deaths = self._num_young_deaths[rank.device] + 1 if now - rank.started_at < YOUNG_S else 0
+        self._num_young_deaths[rank.device] = num_deaths
+        self._starts[rank.device] = (now + backoff_s(num_deaths), rank.generation + 1)
+
+    def _forward_output(self, rank: RankProcess) -> None:
+        lines = rank.read_lines()
+        if lines is None:
+            self._unwatch(rank.output)
+            return
+        prefix = f"[{self._node}:{rank.device}] ".encode()
+        sys.stderr.buffer.write(b"".join(prefix + line + b"\n" for line in lines))
+        sys.stderr.buffer.flush()
+
+    def _watch(self, source: object, handler: Callable[[], None]) -> None:
+        self._poller.register(source, zmq.POLLIN)
+        self._handlers[source] = handler
+
+    def _unwatch(self, *sources: object) -> None:
+        for source in sources:
+            if self._handlers.pop(source, None):
+                self._poller.unregister(source)
+
+    def _kill_ranks(self) -> None:
+        for rank in self._ranks.values():
+            rank.process.kill()
+        for rank in self._ranks.values():
+            rank.close()
+
+
+def backoff_s(num_young_deaths: int) -> float:
+    """How long the next start waits: not after the first young death in a row, then 1, 2, 4 ... seconds."""
+    return 0.0 if num_young_deaths < 2 else min(MAX_BACKOFF_S, 2.0 ** (num_young_deaths - 2))
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """The node's cores shared out among its ranks; what the user has set stays.
+
+    Passive waiting: a spinning OpenMP thread holds a core for a whole time slice while other ranks need it.
+    """
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+
+
+def main(rank_command: list[str] = RANK_COMMAND) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dlmserve.worker.agent", description=__doc__)
+    parser.add_argument("--head", required=True, help="ZeroMQ endpoint of the head")
+    parser.add_argument("--node", required=True, help="name of this node")
+    parser.add_argument("--devices", type=int, required=True, help="number of rank processes")
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--run-dir", required=True, help="folder for the ranks' sockets")
+    args = parser.parse_args()
+    die_with_parent()
+    leave_signals_to_head()
+    try:
+        Agent(args.head, args.node, args.devices, args.device, args.run_dir, rank_command).run()
+    except WorkerError as error:
+        sys.exit(f"dlmserve agent: {error}")
+
+
+if __name__ == "__main__":
+    main()

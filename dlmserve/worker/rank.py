@@ -1,0 +1,143 @@
+"""A rank process: one device for the life of its node, member of one model instance after another.
+
+Owns the life cycle, free -> Form -> leader or follower -> Dissolve -> free, and says how each membership
+ended. Knows nothing of what a step does, nor of other devices. `main` imports torch only when the process is
+tied to its agent: with it, or at a Shutdown, the process goes; signals meant for the head are ignored.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dlmserve.errors import DlmServeError, WorkerError
+from dlmserve.messages import (
+    PROTOCOL_VERSION,
+    Dissolved,
+    Form,
+    Formed,
+    FormFailed,
+    Heartbeat,
+    RankHello,
+    Shutdown,
+)
+from dlmserve.transport import Dealer, PlanReceiver
+from dlmserve.worker.lifeline import die_with_parent, leave_signals_to_head, start_heartbeat
+from dlmserve.worker.step_loop import Engine, follow, lead
+
+if TYPE_CHECKING:
+    from dlmserve.worker.parallel import Group
+
+log = logging.getLogger("dlmserve.rank")
+
+MakeGroup = Callable[[str, int, int, str, float], "Group"]
+BuildEngine = Callable[[Form, str, "Group"], Engine]
+
+
+class Rank:
+    """`device` is "cpu" or "cuda:N"; `make_group` and `build_engine` are this package's, unless in a test."""
+
+    def __init__(
+        self, head: Dealer, plans: PlanReceiver, device: str, make_group: MakeGroup, build_engine: BuildEngine
+    ) -> None:
+        self._head, self._plans, self._device = head, plans, device
+        self._make_group, self._build_engine = make_group, build_engine
+
+    def run(self) -> None:
+        """Raises SystemExit when the head says Shutdown."""
+        while True:
+            match self._head.receive():
+                case Form() as form:
+                    self._join(form)
+                case Shutdown():
+                    raise SystemExit
+            # whatever else arrives was meant for an instance that is gone
+
+    def _join(self, form: Form) -> None:
+        """One membership, from Form until this rank is free again."""
+        began_at = time.monotonic()
+        group = engine = None
+        formed, why = False, ""
+        try:
+            group = self._make_group(
+                form.store_path, form.tp_rank, form.tp_degree, self._device, form.collective_timeout_s
+            )
+            engine = self._build_engine(form, self._device, group)
+            load_s = time.monotonic() - began_at
+            self._head.send(Formed(form.instance, form.tp_rank, engine.num_pages, load_s, engine.details))
+            formed = True
+            if form.tp_rank == 0:
+                lead(form, engine, self._head)
+            else:
+                follow(form, engine, self._head, self._plans)
+        except Exception as error:
+            why = str(error) if isinstance(error, DlmServeError) else f"{type(error).__name__}: {error}"
+            log.exception("rank %d of instance %s is lost", form.tp_rank, form.instance)
+            if not is_device_usable(self._device, error):
+                os._exit(1)  # the agent reports the line above and starts this device afresh
+        finally:
+            if engine is not None:
+                engine.close()
+            if group is not None:
+                group.close()
+        group = engine = None
+        gc.collect()  # the next instance needs the memory of this one
+        left = Dissolved if formed else FormFailed
+        self._head.send(left(form.instance, form.tp_rank, why))
+
+
+def is_device_usable(device: str, error: Exception) -> bool:
+    """Whether the process can form another instance after this error.
+
+    A CPU always can. On a GPU a broken collective leaves a kernel on the stream that never ends, and a device
+    error makes the CUDA context useless; running out of memory, and what was raised on purpose, do no harm.
+    """
+    if device == "cpu":
+        return True
+    import torch
+
+    if isinstance(error, WorkerError):
+        return False
+    return isinstance(error, DlmServeError | torch.OutOfMemoryError)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dlmserve.worker.rank", description="Run by the agent.")
+    parser.add_argument("--head", required=True, help="ZeroMQ endpoint of the head")
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--index", type=int, required=True, help="number of the device on its node")
+    parser.add_argument("--device", required=True, help="cpu or cuda:N")
+    parser.add_argument("--generation", type=int, required=True, help="how often this rank was started")
+    parser.add_argument("--run-dir", required=True, help="folder for sockets")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the agent")
+    args = parser.parse_args(argv)
+    die_with_parent(args.parent)
+    leave_signals_to_head()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
+
+    import torch
+
+    from dlmserve.worker.engine import build_engine
+    from dlmserve.worker.parallel import make_group
+
+    if args.device != "cpu":
+        torch.cuda.set_device(args.device)
+        torch.empty(1, device=args.device)  # makes the context now, not while an instance is formed
+    identity = f"{args.node}:{args.index}:{args.generation}"
+    head = Dealer(args.head, identity)
+    plans = PlanReceiver(f"ipc://{args.run_dir}/plan-{os.getpid()}.sock")
+    me = (args.node, args.index, args.generation)
+    head.send(RankHello(PROTOCOL_VERSION, *me, os.getpid(), args.device, plans.endpoint))
+    start_heartbeat(args.head, identity, Heartbeat(*me))
+    try:
+        Rank(head, plans, args.device, make_group, build_engine).run()
+    except SystemExit:
+        os._exit(0)  # at once: no thread of torch, NCCL or ZeroMQ is waited for
+
+
+if __name__ == "__main__":
+    main()

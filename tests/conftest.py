@@ -1,0 +1,45 @@
+"""Shared fixtures: golden checkpoints on disk, models loaded once per session."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlmserve import LLM
+from tests import golden_data
+
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+
+
+@pytest.fixture(scope="session")
+def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Folder of a golden checkpoint such as "llada/model_A", written on first use."""
+    root, written = tmp_path_factory.mktemp("golden"), dict[str, Path]()
+
+    def folder(name: str) -> str:
+        if name not in written:
+            written[name] = golden_data.write_checkpoint(name, root / name)
+        return str(written[name])
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden_llm(golden_folder: Callable[[str], str]) -> Iterator[Callable[..., LLM]]:
+    """Loaded golden models, by name and TP degree."""
+    loaded: dict[tuple[str, int], LLM] = {}
+
+    def llm(name: str, tp_degree: int = 1) -> LLM:
+        if (name, tp_degree) not in loaded:
+            loaded[name, tp_degree] = LLM(golden_folder(name), tp_degree=tp_degree)
+        return loaded[name, tp_degree]
+
+    yield llm
+    for model in loaded.values():
+        model.close()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> LLM:
+    return LLM("tiny")

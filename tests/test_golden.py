@@ -1,0 +1,122 @@
+"""The engine reproduces the public reference code: logits, tokens, steps and confidences; TP 2 and 4 as TP 1."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dlmserve import LLM, DecodingParams
+from dlmserve.llm import Completion, Step
+from tests import golden_data
+
+CASES = [
+    pytest.param(family, file, i, id=f"{file}-{i}")
+    for family, file in (("llada", "public_llada"), ("llada", "public_llada_original"), ("dream", "public_dream"))
+    for i in range(len(golden_data.load(f"{family}/{file}.json")["traces"]))
+]
+LOGITS = [
+    pytest.param(family, i, id=f"{family}-{i}")
+    for family in ("llada", "dream")
+    for i in range(len(golden_data.load(f"{family}/public_{family}.json")["logits"]))
+]
+# One of each: cache modes, rules, both models, a batch.
+TP2 = {"llada": (2, 11, 16, 21, 30, 41, 44, 48), "dream": (0, 4, 8, 10)}
+TP4 = {"llada": (19,), "dream": (9,)}
+MASK_ID = {"A": 318, "B": 380}
+
+
+@pytest.mark.parametrize(("family", "index"), LOGITS)
+def test_logits(family: str, index: int, golden_llm: Callable[..., LLM]) -> None:
+    case = golden_data.load(f"{family}/public_{family}.json")["logits"][index]
+    logits = golden_llm(f"{family}/model_{case['model']}").logits(case["ids"])
+    torch.testing.assert_close(logits[:, :8], torch.tensor(case["first8"]), atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(logits.logsumexp(-1), torch.tensor(case["logsumexp"]), atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(logits.softmax(-1).amax(-1), torch.tensor(case["max_prob"]), atol=2e-4, rtol=0)
+    assert logits.argmax(-1).tolist() == case["argmax"]
+
+
+@pytest.mark.parametrize(("family", "file", "index"), CASES)
+def test_trace(family: str, file: str, index: int, golden_llm: Callable[..., LLM]) -> None:
+    case = golden_data.load(f"{family}/{file}.json")["traces"][index]
+    completions = run(golden_llm(f"{family}/model_{case['model']}"), case)
+    if MASK_ID[case["model"]] in finals(case)[0]:
+        # The reference stops at its step cap; ours goes on until nothing is masked.
+        assert MASK_ID[case["model"]] not in completions[0].token_ids
+        assert_same_start(completions[0], rows_of(case)[0])
+        return
+    for completion, (final, steps) in zip(completions, zip(finals(case), rows_of(case), strict=True), strict=True):
+        assert completion.token_ids == final
+        assert len(completion.steps) == len(steps)
+        for got, wanted in zip(completion.steps, steps, strict=True):
+            assert_same_step(got, wanted)
+
+
+@pytest.mark.parametrize(("tp_degree", "cases"), [(2, TP2), (4, TP4)])
+def test_tensor_parallel_gives_the_same_tokens(
+    tp_degree: int, cases: dict[str, tuple[int, ...]], golden_llm: Callable[..., LLM]
+) -> None:
+    for family, indices in cases.items():
+        traces = golden_data.load(f"{family}/public_{family}.json")["traces"]
+        for index in indices:
+            case = traces[index]
+            completions = run(golden_llm(f"{family}/model_{case['model']}", tp_degree), case)
+            assert [c.token_ids for c in completions] == finals(case), f"{family} trace {index}"
+            assert [len(c.steps) for c in completions] == [len(steps) for steps in rows_of(case)]
+
+
+def run(llm: LLM, case: dict) -> list[Completion]:
+    params = DecodingParams(
+        gen_length=case["gen_length"],
+        block_length=case["block_length"],
+        cache=case.get("mode", "none"),
+        ignore_eos=True,
+        **rule_of(case),
+    )
+    return llm.generate(prompts_of(case), params)
+
+
+def rule_of(case: dict) -> dict[str, float]:
+    if case.get("factor") is not None:
+        return {"factor": case["factor"]}
+    if case.get("threshold") is not None:
+        return {"threshold": case["threshold"]}
+    return {"steps": case["steps"]}
+
+
+def prompts_of(case: dict) -> list[list[int]]:
+    if "prompts" in case:
+        return case["prompts"]
+    return case["prompt"] if case["batch"] > 1 else [case["prompt"]]
+
+
+def finals(case: dict) -> list[list[int]]:
+    return case["final"] if isinstance(case["final"][0], list) else [case["final"]]
+
+
+def rows_of(case: dict) -> list[list[Step]]:
+    """Each request's own steps: a batch's reference goes on until all rows are done, ours do not wait."""
+    prompts = prompts_of(case)
+    padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]  # left padded there, not here
+    rows: list[list[Step]] = [[] for _ in prompts]
+    for entry in case["trace"]:
+        kind = "recompute" if entry.get("kind", "full") == "full" else "cache"
+        unmasked = entry["unmasked"] if case["batch"] > 1 else [[0, *u] for u in entry["unmasked"]]
+        for row, steps in enumerate(rows):
+            mine = [(u[1] - padding[row], u[2], u[3]) for u in unmasked if u[0] == row]
+            if mine:
+                steps.append(Step(kind, mine))
+    return rows
+
+
+def assert_same_step(got: Step, wanted: Step) -> None:
+    assert got.kind == wanted.kind
+    mine, theirs = sorted(got.unmasked), sorted(wanted.unmasked)
+    assert [u[:2] for u in mine] == [u[:2] for u in theirs]
+    assert [u[2] for u in mine] == pytest.approx([u[2] for u in theirs], abs=2e-4)
+
+
+def assert_same_start(got: Completion, wanted: list[Step]) -> None:
+    """Equal as long as the reference is within its cap: its first block."""
+    capped = next(i for i, step in enumerate(wanted) if i and step.kind == "recompute")
+    for mine, theirs in zip(got.steps[:capped], wanted[:capped], strict=True):
+        assert_same_step(mine, theirs)
