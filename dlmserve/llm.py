@@ -137,6 +137,11 @@ class LLM:
         self._check_ids(token_ids, allow_mask=True)
         return self._instance.logits(token_ids)
 
+    @property
+    def details(self) -> str:
+        """Dtype, device, threads, kernel: one line for a log."""
+        return self._instance.details
+
     def close(self) -> None:
         """Ends the other ranks' processes, if there are any."""
         self._instance.close()

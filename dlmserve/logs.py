@@ -1,13 +1,16 @@
 """Log lines on stderr: for people, or one JSON object each. Knows nothing of what is logged.
 
-What a line carries beside its text is given as `extra={...}`. Request ids are logged, prompts are not.
+What a line carries beside its text is given as `extra={...}`; the id of the HTTP request in whose context it
+is written comes by itself. Prompts are not logged.
 """
 
 import json
 import logging
 import sys
 import time
+from contextvars import ContextVar
 
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -19,7 +22,9 @@ def setup_logging(log_format: str) -> None:
 
 
 def _fields(record: logging.LogRecord) -> dict:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    current = request_id.get()
+    return fields if current is None else {"request_id": current, **fields}
 
 
 class TextFormatter(logging.Formatter):

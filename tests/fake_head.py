@@ -12,8 +12,10 @@ EOS = 0  # the tiny model's
 Script = Callable[[RequestSpec], list[list[Unmasked]]]  # what each step unmasks
 
 
-def scripted(tokens: list[int], per_step: int = 1, shuffle: int | None = None, confidence: float = 0.5) -> Script:
-    """The given tokens, then EOS to the end of the output; within a block in an order drawn from seed `shuffle`."""
+def scripted(
+    tokens: list[int], per_step: int = 1, shuffle: int | None = None, confidence: float = 0.5
+) -> Script:
+    """The given tokens, then EOS; within a block in an order drawn from the seed `shuffle`."""
 
     def script(spec: RequestSpec) -> list[list[Unmasked]]:
         length = spec.decoding.block_length
@@ -23,7 +25,9 @@ def scripted(tokens: list[int], per_step: int = 1, shuffle: int | None = None, c
             if shuffle is not None:
                 random.Random(shuffle).shuffle(columns)
             for i in range(0, len(columns), per_step):
-                steps.append([_unmask(spec, column, tokens, confidence) for column in columns[i : i + per_step]])
+                steps.append(
+                    [_unmask(spec, column, tokens, confidence) for column in columns[i : i + per_step]]
+                )
         return steps
 
     return script
@@ -109,7 +113,9 @@ class FakeHead:
         run.num_unmasked += len(unmasked)
         run.canvas.update((u.position, u.token) for u in unmasked)
         block = (unmasked[0].position - run.spec.output_start) // run.spec.decoding.block_length
-        run.sink.on_step(StepUpdate(run.num_steps, run.num_steps == 1, block, run.spec.decoding.value, unmasked))
+        run.sink.on_step(
+            StepUpdate(run.num_steps, run.num_steps == 1, block, run.spec.decoding.value, unmasked)
+        )
         reason = run.finished(self.eos_ids)
         if reason and self.running.pop(number, None):
             run.sink.on_finish("stop" if reason == "stop" else "length", run.summary())

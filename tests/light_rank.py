@@ -1,4 +1,4 @@
-"""A rank process without torch, for the tests of the agent: says hello, ends with status n at `Cancel(n)`."""
+"""A rank process without torch, for tests of the agent: says hello, fails with status n at `Cancel(n)`."""
 
 import argparse
 import os
@@ -24,4 +24,5 @@ head.send(RankHello(PROTOCOL_VERSION, *me, os.getpid(), args.device, "ipc:///now
 while True:
     match head.receive():
         case Cancel(status):
+            print("told to end with status", status, file=sys.stderr, flush=True)
             sys.exit(status)

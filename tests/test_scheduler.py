@@ -278,6 +278,13 @@ def test_a_request_goes_on_elsewhere_from_the_heads_canvas() -> None:
     assert story.report(0.6, "i1.1", 0, late) == [Deliver(1, update(4, {9: 3}, block=1), 0.6)]
 
 
+def test_an_instance_has_no_say_in_a_request_that_another_holds() -> None:
+    story = Story(tp_layout=(1, 1))
+    story.serve()
+    assert admitted(story.arrive(0.0, 1)) == [("i0.1", 1)]
+    assert story.report(0.1, "i1.1", 0, make_step(1, {4: 7}), released=[1], failed=[(1, "NaN")]) == []
+
+
 def test_a_report_counts_once() -> None:
     story = Story()
     story.serve()

@@ -22,6 +22,7 @@ from dlmserve.checkpoint import ModelInfo
 from dlmserve.config import ServerConfig
 from dlmserve.control.metrics import Metrics
 from dlmserve.errors import DlmServeError, QueueFull, RequestError, Unavailable
+from dlmserve.logs import request_id
 from dlmserve.server.completion import Generation, Head
 from dlmserve.server.failures import WrongKey, describe
 from dlmserve.server.replies import Reply
@@ -33,8 +34,8 @@ from dlmserve.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 2**20
-LONG_BODY_BYTES = 32 * 2**10  # tokenising more than this leaves the event loop
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+LONG_BODY_BYTES = 8 * 2**10  # tokenising more than this, some 10 ms, leaves the event loop
+HARMLESS_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def make_app(
@@ -68,6 +69,7 @@ class Api:
         self._config = config
         self._metrics = metrics
         self._model = config.served_model_name or config.model
+        self._context = context_length(info, config)
         self._started_at = int(time.time())
         # Whatever the queue and the instances hold; only responses that nobody reads can exceed it.
         self._max_open = config.max_queue + config.max_num_seqs * len(config.tp_layout)
@@ -92,7 +94,7 @@ class Api:
             "object": "model",
             "created": self._started_at,
             "owned_by": "dlmserve",
-            "max_model_len": context_length(self._info, self._config),
+            "max_model_len": self._context,
         }
         return as_json({"object": "list", "data": [model]})
 
@@ -111,7 +113,7 @@ class Api:
         self._check_model(wanted.model)
         with self._open():
             encoded = await self._encode(wanted, len(body))
-            reply_id = f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{http['id']}"
+            reply_id = f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{request_id.get()}"
             generation = self._plan(wanted, encoded, reply_id)
             reply = Reply(wanted, encoded.num_prompt_tokens, reply_id, self._model, self._tokenizer)
             with generation:
@@ -139,8 +141,8 @@ class Api:
 
     async def _encode(self, wanted: Request, num_bytes: int) -> EncodedRequest:
         if num_bytes > LONG_BODY_BYTES:
-            return await asyncio.to_thread(encode_request, wanted, self._tokenizer, self._info)
-        return encode_request(wanted, self._tokenizer, self._info)
+            return await asyncio.to_thread(encode_request, wanted, self._tokenizer, self._info, self._context)
+        return encode_request(wanted, self._tokenizer, self._info, self._context)
 
     def _plan(self, wanted: Request, encoded: EncodedRequest, name: str) -> Generation:
         generation = Generation(self._head)
@@ -160,7 +162,7 @@ def as_json(data: dict, status: int = 200, headers: dict[str, str] | None = None
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Gives each request an id (the client's own X-Request-Id where that is harmless) and logs its end."""
     given = request.headers.get("X-Request-Id", "")
-    request["id"] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request_id.set(given if HARMLESS_ID.fullmatch(given) else uuid.uuid4().hex)
     started_at = time.monotonic()
     status: int | str = "left"  # the client went away: the handler is cancelled
     try:
@@ -174,7 +176,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
             "%s %s",
             request.method,
             request.path,
-            extra={"request_id": request["id"], "status": status, "duration_s": duration_s},
+            extra={"status": status, "duration_s": duration_s},
         )
 
 
@@ -186,7 +188,7 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except (DlmServeError, web.HTTPException) as error:
         failure = describe(error)
     except Exception as error:
-        log.exception("%s %s failed", request.method, request.path, extra={"request_id": request["id"]})
+        log.exception("%s %s failed", request.method, request.path)
         failure = describe(error)
     return as_json(failure.body, failure.status, failure.headers)
 
@@ -217,5 +219,4 @@ def _digest(key: str) -> bytes:
 
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    if "id" in request:
-        response.headers["X-Request-Id"] = request["id"]
+    response.headers["X-Request-Id"] = request_id.get() or ""

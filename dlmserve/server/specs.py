@@ -18,6 +18,7 @@ from dlmserve.tokenizer import Tokenizer
 DEFAULT_BLOCK_LENGTH = 32
 DEFAULT_MAX_TOKENS = 128
 MAX_RUNS = 128  # prompts * n
+MOST_CHARS_PER_TOKEN = 128  # the longest tokens of any vocabulary are runs of so many spaces
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,18 @@ class EncodedRequest:
         return sum(map(len, self.prompts)) + len(self.suffix) * len(self.prompts)
 
 
-def encode_request(request: Request, tokenizer: Tokenizer, info: ModelInfo) -> EncodedRequest:
-    """Raises RequestError for ids that are no tokens or are masks, and for texts that cannot be encoded."""
+def encode_request(request: Request, tokenizer: Tokenizer, info: ModelInfo, context: int) -> EncodedRequest:
+    """Raises RequestError for ids that are no tokens or are masks, and for texts that cannot be encoded.
+
+    Texts that no tokenizer could fit into `context` tokens are not tokenised at all.
+    """
+    for text in [*request.prompts, request.suffix or ""]:
+        num_chars = _num_chars(text)
+        if num_chars > context * MOST_CHARS_PER_TOKEN:
+            raise ContextTooLong(
+                f"a prompt of {num_chars} characters cannot fit the context of {context} tokens; shorten it",
+                _prompt_field(request),
+            )
     prompts = [_encode_prompt(prompt, tokenizer, info) for prompt in request.prompts]
     return EncodedRequest(prompts, tokenizer.encode(request.suffix or ""))
 
@@ -131,6 +142,17 @@ def _make_spec(
     )
 
 
+def _prompt_field(request: Request) -> str:
+    return "messages" if request.endpoint == "chat" else "prompt"
+
+
+def _num_chars(prompt: Prompt) -> int:
+    """Characters to be tokenised; 0 for token ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(item["content"]) for item in prompt if isinstance(item, dict))
+
+
 def context_length(info: ModelInfo, config: ServerConfig) -> int:
     """Most tokens of prompt + masks + suffix."""
     return config.max_model_len or info.max_model_len
@@ -167,7 +189,7 @@ def _lengths(
         raise ContextTooLong(
             f"{num_prompt} tokens of prompt + {num_masks} to generate{rounded}{suffix} do not fit "
             f"the context of {context}; shorten the prompt or lower max_tokens",
-            "messages" if request.endpoint == "chat" else "prompt",
+            _prompt_field(request),
         )
     return num_masks, num_tokens
 

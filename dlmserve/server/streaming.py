@@ -43,9 +43,9 @@ async def stream(request: web.Request, generation: Generation, reply: Reply) -> 
         await _write_events(response, generation, reply)
         await response.write_eof()
     except ConnectionResetError:
-        log.debug("the client left", extra={"request_id": request["id"]})
+        log.debug("the client left")
     except asyncio.TimeoutError:
-        log.warning("a client took nothing for %.0f s", STALL_LIMIT_S, extra={"request_id": request["id"]})
+        log.warning("a client took nothing for %.0f s", STALL_LIMIT_S)
         if request.transport is not None:
             request.transport.abort()
     return response

@@ -67,15 +67,12 @@ class RankProcess:
         self.last_line = next((line for line in reversed(lines) if line.strip()), self.last_line)
         return lines
 
-    def exit_reason(self) -> str | None:
-        """None while it runs."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        last_line = self.last_line.decode(errors="replace").strip()
-        return f"exit status {code}" + (f": {last_line}" if code and last_line else "")
+    def exit_reason(self) -> str:
+        """How it ended, with its last words where it failed by itself."""
+        code = self.process.returncode
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        words = self.last_line.decode(errors="replace").strip()
+        return how if code in (0, -signal.SIGKILL) or not words else f"{how}: {words}"
 
     def close(self) -> None:
         self.process.kill()
@@ -169,14 +166,13 @@ class Agent:
                         rank.process.kill()
 
     def _reap(self, rank: RankProcess) -> None:
-        reason = rank.exit_reason()
-        if reason is None:
+        if rank.process.poll() is None:
             return
         self._forward_output(rank)
         self._unwatch(rank.output, rank.pidfd)
         rank.close()
         del self._ranks[rank.device]
-        self._dealer.send(RankExited(self._node, rank.device, rank.generation, reason))
+        self._dealer.send(RankExited(self._node, rank.device, rank.generation, rank.exit_reason()))
         if rank.process.returncode == 0:  # told to go: not to be replaced
             return
         now = time.monotonic()

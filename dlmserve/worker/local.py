@@ -63,6 +63,10 @@ class LocalInstance:
             self._processes.append(process)
         return form
 
+    @property
+    def details(self) -> str:
+        return self._engine.details
+
     def apply(self, command: Command) -> None:
         self._pending.append(command)
 

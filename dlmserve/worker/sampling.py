@@ -165,7 +165,7 @@ def _nucleus(logits: Tensor, decoding: Decoding) -> Tensor:
         smallest = logits.topk(min(decoding.top_k, logits.shape[-1]), -1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     if decoding.top_p < 1.0:
-        ordered, order = (logits / decoding.temperature).softmax(-1).sort(-1, descending=True, stable=True)
+        ordered, order = (logits / decoding.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
         outside = ordered.cumsum(-1) - ordered >= decoding.top_p  # what came before reached it already
         logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
     return logits

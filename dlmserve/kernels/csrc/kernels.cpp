@@ -136,7 +136,7 @@ EXPORT void dlmserve_head_rows(const float* hidden, int64_t num_rows, int64_t di
     const Variant& isa = variant();
     Buffer<float> packed(isa.packed_size(num_rows, dim));
     isa.pack_hidden(hidden, num_rows, dim, packed.get());
-    const Head head = {packed.get(), num_rows, dim, weight, is_bf16 != 0, bias, {banned, num_banned}};
+    const Head head = {hidden, packed.get(), num_rows, dim, weight, is_bf16 != 0, bias, {banned, num_banned}};
     const double work = double(vocab) * dim * std::max<int64_t>(num_rows, 8);
     const auto rows = split(vocab, num_rows, worthwhile(num_threads, work, 1e7),
                             [&](int64_t v0, int64_t v1, RowState* out) { isa.head(head, v0, v1, out); });

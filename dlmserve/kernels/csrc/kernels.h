@@ -89,7 +89,8 @@ struct Noise {
 };
 
 struct Head {
-    const float* packed;    // hidden states as pack_hidden leaves them
+    const float* hidden;    // [num_rows, dim]
+    const float* packed;    // the same as pack_hidden leaves it
     int64_t num_rows, dim;
     const void* weight;     // [V, dim], float or bf16
     bool is_bf16;
