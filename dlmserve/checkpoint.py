@@ -38,7 +38,6 @@ class ModelInfo:
     vocab_size: int
     max_model_len: int  # tokens of prompt + canvas
     num_heads: int
-    torch_dtype: str
     generation: dict = field(default_factory=dict)  # generation_config.json: gen_length, block_length, ...
 
 
@@ -104,7 +103,6 @@ def read_model_info(folder: str, name: str | None = None) -> ModelInfo:
         vocab_size=config.get("embedding_size") or config["vocab_size"] if llada else config["vocab_size"],
         max_model_len=config["max_sequence_length"] if llada else config["max_position_embeddings"],
         num_heads=config["n_heads"] if llada else config["num_attention_heads"],
-        torch_dtype=config.get("torch_dtype") or config.get("dtype") or "bfloat16",
         generation=generation,
     )
 

@@ -72,7 +72,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
     ) -> None:
-        from dlmserve.worker.local import LocalInstance, pick_device, pick_dtype
+        from dlmserve.worker.local import LocalInstance, pick_device
 
         self.info: ModelInfo = read_model_info(resolve(model), model)
         self.tokenizer = _tokenizer(self.info.path)
@@ -80,9 +80,7 @@ class LLM:
         self._max_num_seqs = max_num_seqs
         device = pick_device(device)
         self._max_len = min(max_model_len or self.info.max_model_len, self.info.max_model_len)
-        spec = ModelSpec(
-            self.info.path, load_format, pick_dtype(dtype, device), self.info.mask_id, list(self.info.eos_ids)
-        )
+        spec = ModelSpec(self.info.path, load_format, dtype, self.info.mask_id, list(self.info.eos_ids))
         form = Form(
             instance="local",
             tp_rank=0,

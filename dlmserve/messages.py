@@ -117,7 +117,7 @@ class ModelSpec(msgspec.Struct, array_like=True, frozen=True):
 
     path: str
     load_format: Literal["auto", "dummy"]
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # "auto" | "float32" | "bfloat16" | "float16"
     mask_id: int
     eos_ids: list[int]
 

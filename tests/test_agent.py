@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dlmserve.errors import WorkerError
 from dlmserve.messages import (
     PROTOCOL_VERSION,
     AgentHello,
@@ -21,7 +20,7 @@ from dlmserve.messages import (
     Shutdown,
 )
 from dlmserve.worker import agent
-from dlmserve.worker.agent import Agent, backoff_s, rank_environment
+from dlmserve.worker.agent import backoff_s, rank_environment
 from tests.wire_head import LIMIT_S, WireHead
 
 ROOT = Path(__file__).parent.parent
@@ -150,13 +149,15 @@ def test_the_signals_of_a_terminal_and_of_a_service_manager_are_left_to_the_head
     assert is_running(rank.pid)
 
 
-def test_an_agent_whose_head_is_silent_gives_up_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent, "HEAD_SILENCE_S", -1.0)
-    lonely = Agent(f"ipc://{tmp_path}/nobody", "lonely", 1, "cpu", str(tmp_path), LIGHT_RANK)
-    with pytest.raises(WorkerError, match="no word from the head"):
-        lonely.run()
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+def test_an_agent_whose_head_falls_silent_gives_up_and_leaves_nothing(head, start_agent):
+    settings = "agent.HEAD_SILENCE_S, agent.HEARTBEAT_S = 1.0, 0.1"
+    script = f"from dlmserve.worker import agent; {settings}; agent.main({LIGHT_RANK!r})"
+    process = start_agent("lonely", 1, command=[sys.executable, "-c", script])
+    (rank,) = hellos(head, "lonely", 1)  # heartbeats are answered while this waits, and no longer
+    pidfd = os.pidfd_open(rank.pid)
+    assert process.wait(LIMIT_S) == 1
+    assert b"no word from the head" in process.stderr.read()
+    wait_until_gone([pidfd])
 
 
 def test_a_rank_without_its_parent_does_not_start():

@@ -1,14 +1,14 @@
 """Whatever happens in whatever order, no request is lost, none ends twice, no token is delivered twice.
 
-A toy cluster obeys the scheduler's actions; hypothesis chooses what happens next. What workers say travels in
-order per rank but arrives when hypothesis wants it to, also long after the worker is dead.
+A toy cluster obeys the scheduler's actions; hypothesis chooses its layout, the length of the story and the
+seed of what happens. What a rank says stays in order but is heard later, also long after it is dead.
 """
 
+import random
 from collections import deque
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dlmserve.control.policy.cluster import RankId, num_pages
 from dlmserve.control.policy.events import (
@@ -48,6 +48,7 @@ class ToyInstance:
 
     def __init__(self, name: str, ranks: tuple[RankId, ...]) -> None:
         self.name, self.ranks = name, ranks
+        self.formed = False
         self.seq = 0
         self.inbox: deque[Command] = deque()
         self.residents: dict[int, Admit] = {}
@@ -61,30 +62,23 @@ class ToyInstance:
                     assert admit.request not in self.residents, "admitted twice"
                     self.residents[admit.request] = admit
                     self.canvases[admit.request] = list(admit.canvas)
-                    assert self.num_pages() <= NUM_PAGES, "over-committed"
+                    cached = [a for a in self.residents.values() if a.decoding.cache != "none"]
+                    assert sum(-(-len(a.canvas) // PAGE) for a in cached) <= NUM_PAGES, "over-committed"
                 case Cancel(request):
                     self.residents.pop(request, None)
-                case Release(request) if request in self.residents:
+                case Release(request):
                     self.asked_back.add(request)
 
-    def num_pages(self) -> int:
-        cached = [admit for admit in self.residents.values() if admit.decoding.cache != "none"]
-        return sum(-(-len(admit.canvas) // PAGE) for admit in cached)
-
-    def step(self, num_unmasked: int, broken: bool) -> StepDone:
+    def step(self, num_unmasked: int, broken: bool = False) -> StepDone:
         """Unmasks up to `num_unmasked` positions of each resident; `broken`: but the first one's are NaN."""
         self.obey()
         self.seq += 1
         failed = [(number, "NaN") for number in list(self.residents)[:broken]]
-        for number, _ in failed:
-            del self.residents[number]
+        released = [n for n in self.residents if n in self.asked_back and self._at_block_start(n)]
+        for number in [*released, *(number for number, _ in failed)]:
+            self.residents.pop(number, None)
         steps = [self._step_of(admit, num_unmasked) for admit in list(self.residents.values())]
-        released = [
-            number for number in self.residents if number in self.asked_back and self._at_block(number)
-        ]
-        for number in released:
-            del self.residents[number]
-            self.asked_back.discard(number)
+        self.asked_back.clear()
         return StepDone(make_report(self.name, self.seq, *steps, failed=failed, released=released))
 
     def _step_of(self, admit: Admit, num_unmasked: int) -> RequestStep:
@@ -102,17 +96,17 @@ class ToyInstance:
         del self.residents[admit.request]
         return make_step(admit.request, tokens, block=block, finished="length")
 
-    def _at_block(self, number: int) -> bool:
-        admit, canvas = self.residents[number], self.canvases[number]
-        return (canvas.index(MASK, admit.output_start) - admit.output_start) % BLOCK == 0
+    def _at_block_start(self, number: int) -> bool:
+        return (self.canvases[number].index(MASK) - PAGE) % BLOCK == 0
 
 
-class ToyCluster(RuleBasedStateMachine):
-    @initialize(layout=st.sampled_from([(1,), (1, 1), (2, 1), (2, 1, 1)]))
-    def start(self, layout: tuple[int, ...]) -> None:
+class ToyCluster:
+    """Processes, their mail, and the account of what clients were told."""
+
+    def __init__(self, layout: tuple[int, ...], random: random.Random) -> None:
         self.story = Story(tp_layout=layout, max_num_seqs=3, max_queue=4)
-        self.now = 0.0
-        self.formations: dict[str, ToyInstance] = {}  # told to form, alive in the workers' eyes
+        self.random, self.now = random, 0.0
+        self.formations: dict[str, ToyInstance] = {}  # alive, in the workers' eyes
         self.mail: dict[RankId, deque[Event]] = {}  # said by a rank, not yet heard
         self.generations: dict[int, int] = {}
         self.submitted: set[int] = set()
@@ -121,8 +115,6 @@ class ToyCluster(RuleBasedStateMachine):
         self.feed(NodeUp("n", sum(layout)))
         for device in range(sum(layout)):
             self.start_process(device)
-        self.settle()
-        self.settle()
 
     # ---- what obeys the scheduler
 
@@ -140,21 +132,26 @@ class ToyCluster(RuleBasedStateMachine):
                     self.kill(rank)
                 case Deliver(request, update):
                     assert request not in self.ended, "delivered after its end"
+                    tokens = {unmasked.position: unmasked.token for unmasked in update.unmasked}
                     seen = self.delivered.setdefault(request, {})
-                    for unmasked in update.unmasked:
-                        assert unmasked.position not in seen, "a token was delivered twice"
-                        assert unmasked.token == token_at(request, unmasked.position)
-                        seen[unmasked.position] = unmasked.token
+                    assert not seen.keys() & tokens.keys(), "a token was delivered twice"
+                    seen.update(tokens)
                 case Finish(request) | Fail(request) | Drop(request) | Reject(request):
                     assert request not in self.ended, "ended twice"
                     self.ended[request] = action
+        self.nobody_waits_who_would_fit()
+
+    def nobody_waits_who_would_fit(self) -> None:
+        instances = self.story.scheduler.cluster.instances.values()
+        for request in self.story.scheduler.requests.values():
+            need = num_pages(len(request.canvas), PAGE, request.spec.decoding.cache)
+            fitting = [instance.name for instance in instances if instance.has_room(need)]
+            assert request.instance or not fitting, f"request {request.number} waits but fits in {fitting}"
 
     def dissolve(self, name: str, told: tuple[RankId, ...]) -> None:
         formation = self.formations.pop(name, None)
-        if formation is None or not told:
-            return
-        for tp_rank, rank in enumerate(formation.ranks):
-            if self.generations[rank.device] == rank.generation:
+        for tp_rank, rank in enumerate(formation.ranks if formation and told else ()):
+            if self.is_alive(rank) and self.random.random() < 0.8:  # or it is stuck, to be killed later
                 self.mail[rank].append(RankLeft(name, tp_rank, ""))
 
     def start_process(self, device: int) -> None:
@@ -162,108 +159,101 @@ class ToyCluster(RuleBasedStateMachine):
         rank = RankId("n", device, generation)
         self.mail[rank] = deque([RankUp(rank, "plan")])
 
+    def is_alive(self, rank: RankId) -> bool:
+        return self.generations[rank.device] == rank.generation
+
     def kill(self, rank: RankId) -> None:
-        if self.generations[rank.device] == rank.generation:
+        if self.is_alive(rank):
             self.formations = {name: f for name, f in self.formations.items() if rank not in f.ranks}
             self.start_process(rank.device)
 
-    # ---- what happens
+    # ---- what may happen
 
-    @rule(num_blocks=st.integers(1, 4), priority=st.integers(0, 1), cached=st.booleans())
-    def arrive(self, num_blocks: int, priority: int, cached: bool) -> None:
+    def arrive(self) -> None:
         number = len(self.submitted) + 1
         self.submitted.add(number)
-        decoding = Decoding(block_length=BLOCK, cache="dual" if cached else "none")
-        self.feed(Arrived(number, make_spec(num_blocks, priority=priority, decoding=decoding)))
+        decoding = Decoding(block_length=BLOCK, cache=self.random.choice(["dual", "dual", "none"]))
+        spec = make_spec(self.random.randint(1, 4), priority=self.random.randint(0, 1), decoding=decoding)
+        self.feed(Arrived(number, spec))
 
-    @precondition(lambda self: self.story.scheduler.requests)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        self.feed(Cancelled(data.draw(st.sampled_from(sorted(self.story.scheduler.requests))), "abandoned"))
+    def cancel(self) -> None:
+        if self.submitted:
+            self.feed(Cancelled(self.random.choice(sorted(self.submitted)), "abandoned"))
 
-    @precondition(lambda self: self.formations)
-    @rule(data=st.data(), num_unmasked=st.integers(1, BLOCK), broken=st.sampled_from([False] * 9 + [True]))
-    def step(self, data: st.DataObject, num_unmasked: int, broken: bool) -> None:
-        formation = data.draw(st.sampled_from(list(self.formations.values())))
-        if formation.inbox or formation.residents:
-            self.mail[formation.ranks[0]].append(formation.step(num_unmasked, broken))
+    def step(self) -> None:
+        for formation in self.pick_formed():
+            broken = self.random.random() < 0.03
+            self.mail[formation.ranks[0]].append(formation.step(self.random.randint(1, BLOCK), broken))
 
-    @precondition(lambda self: self.formations)
-    @rule(data=st.data())
-    def ask_back(self, data: st.DataObject) -> None:
-        formation = data.draw(st.sampled_from(list(self.formations.values())))
-        for number in list(formation.residents)[:1]:
-            formation.inbox.append(Release(number))
+    def ask_back(self) -> None:
+        for formation in self.pick_formed():
+            formation.inbox.extend(Release(number) for number in list(formation.residents)[:1])
 
-    @precondition(lambda self: any(self.mail.values()))
-    @rule(data=st.data())
-    def hear(self, data: st.DataObject) -> None:
-        rank = data.draw(st.sampled_from([rank for rank, mail in self.mail.items() if mail]))
-        self.feed(self.mail[rank].popleft())
+    def pick_formed(self) -> list[ToyInstance]:
+        formed = [formation for formation in self.formations.values() if formation.formed]
+        return [self.random.choice(formed)] if formed else []
 
-    @rule()
-    def settle(self) -> None:
-        """Whoever lives is heard, and whatever forms is formed; the dead may still be heard later."""
-        for device, generation in list(self.generations.items()):
-            mail = self.mail[RankId("n", device, generation)]
-            while mail:
+    def hear(self) -> None:
+        mail = self.random.choice(list(self.mail.values()))
+        if mail:
+            self.feed(mail.popleft())
+
+    def hear_the_living(self) -> None:
+        for rank, mail in list(self.mail.items()):
+            while mail and self.is_alive(rank):
                 self.feed(mail.popleft())
-        for formation in list(self.formations.values()):
-            for tp_rank in range(len(formation.ranks)):
-                self.feed(RankFormed(formation.name, tp_rank, NUM_PAGES))
 
-    @precondition(lambda self: self.formations)
-    @rule(data=st.data(), works=st.sampled_from([True] * 4 + [False]))
-    def finish_forming(self, data: st.DataObject, works: bool) -> None:
-        formation = data.draw(st.sampled_from(list(self.formations.values())))
-        for tp_rank, rank in enumerate(formation.ranks):
-            formed = RankFormed(formation.name, tp_rank, NUM_PAGES)
-            self.mail[rank].append(formed if works else RankLeft(formation.name, tp_rank, "failed"))
-        if not works:
-            del self.formations[formation.name]
+    def form(self, failing: float = 0.2) -> None:
+        for formation in [formation for formation in self.formations.values() if not formation.formed]:
+            formation.formed = self.random.random() >= failing
+            if not formation.formed:
+                del self.formations[formation.name]
+            for tp_rank, rank in enumerate(formation.ranks):
+                left = RankLeft(formation.name, tp_rank, "failed")
+                self.mail[rank].append(
+                    RankFormed(formation.name, tp_rank, NUM_PAGES) if formation.formed else left
+                )
 
-    @rule(data=st.data(), exited=st.booleans())
-    def lose_rank(self, data: st.DataObject, exited: bool) -> None:
-        device = data.draw(st.sampled_from(sorted(self.generations)))
+    def lose_rank(self) -> None:
+        device, exited = self.random.choice(list(self.generations)), self.random.random() < 0.5
         rank = RankId("n", device, self.generations[device])
         if exited:
             self.kill(rank)
         self.feed(RankLost(rank, "lost", exited))
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 20.0]))
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
+    def pass_time(self) -> None:
+        self.now += self.random.choice([0.1, 1.0, 20.0])
         self.feed(Tick())
 
-    @invariant()
-    def nobody_waits_who_would_fit(self) -> None:
-        if not hasattr(self, "story"):
-            return
-        scheduler = self.story.scheduler
-        for request in scheduler.requests.values():
-            need = num_pages(len(request.canvas), PAGE, request.spec.decoding.cache)
-            fitting = [i.name for i in scheduler.cluster.instances.values() if i.has_room(need)]
-            assert request.instance or not fitting, f"request {request.number} waits but fits in {fitting}"
+    def anything(self) -> None:
+        weights = {
+            self.step: 10, self.hear: 10, self.hear_the_living: 3, self.arrive: 4, self.form: 2,
+            self.pass_time: 2, self.ask_back: 1, self.lose_rank: 1, self.cancel: 0.3,
+        }  # fmt: skip
+        self.random.choices(list(weights), list(weights.values()))[0]()
 
-    # ---- in the end
-
-    def teardown(self) -> None:
-        """Left in peace, everything that is still there comes to its end."""
-        if not hasattr(self, "story"):
-            return
-        for _ in range(200):
-            if not self.story.scheduler.requests:
-                break
-            self.pass_time(40.0)
-            self.settle()
+    def end_in_peace(self) -> None:
+        for _ in range(100):
+            self.now += 40.0
+            self.feed(Tick())
+            self.hear_the_living()
+            self.form(failing=0)
             for formation in self.formations.values():
-                self.mail[formation.ranks[0]].append(formation.step(BLOCK, broken=False))
-        assert self.ended.keys() == self.submitted, "a request was lost"
-        for number, end in self.ended.items():
-            if isinstance(end, Finish):
-                num_tokens = len(self.delivered[number])
-                assert num_tokens == end.summary.num_unmasked and num_tokens % BLOCK == 0
+                self.mail[formation.ranks[0]].append(formation.step(BLOCK))
 
 
-ToyCluster.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestToyCluster = ToyCluster.TestCase
+@given(st.sampled_from([(1,), (1, 1), (2, 1), (2, 1, 1)]), st.integers(0, 2**32), st.integers(1, 400))
+@settings(max_examples=60, deadline=None)
+def test_every_request_ends_once_and_every_token_is_delivered_once(
+    layout: tuple[int, ...], seed: int, num_events: int
+) -> None:
+    cluster = ToyCluster(layout, random.Random(seed))
+    for _ in range(num_events):
+        cluster.anything()
+    cluster.end_in_peace()
+    assert cluster.ended.keys() == cluster.submitted, "a request was lost"
+    for number, end in cluster.ended.items():
+        if isinstance(end, Finish):
+            tokens = cluster.delivered[number]
+            assert tokens == {position: token_at(number, position) for position in tokens}
+            assert len(tokens) == end.summary.num_unmasked and len(tokens) % BLOCK == 0

@@ -95,13 +95,13 @@ def test_max_tokens_0_is_refused(server: Server) -> None:
 
 
 def test_an_answer_ends_at_the_first_eos_and_the_blocks_after_it_are_dropped(server: Server) -> None:
-    answer = chat(server, max_tokens=256, extra_body={"block_length": 32})
+    answer = chat(server, max_tokens=64, extra_body={"block_length": 32})
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.dlm["recompute_steps"] == 1  # of 8 blocks
+    assert answer.dlm["recompute_steps"] == 1  # of 2 blocks
     assert "<|" not in text_of(answer)
     full = chat(server, max_tokens=64, extra_body={"block_length": 32, **FREE})
     assert (full.choices[0].finish_reason, full.usage.completion_tokens) == ("length", 64)
-    assert text_of(full).startswith(text_of(answer))
+    assert text_of(full).startswith(text_of(answer)) and full.dlm["recompute_steps"] == 2
 
 
 def test_a_canvas_over_the_context_is_refused_at_once(server: Server) -> None:
@@ -296,6 +296,7 @@ def test_a_greedy_request_keeps_its_text_beside_hot_ones(server: Server) -> None
 
 def long_body(**fields: Any) -> dict:
     """One token a step, 256 steps."""
+    extra = {"block_length": 32, "steps": 256, **FREE}
     return {
         "model": "tiny",
         "prompt": PROMPT,
@@ -321,11 +322,7 @@ def test_a_short_request_leaves_while_long_ones_run_and_the_server_stays_respons
 
 
 def test_clients_that_leave_free_their_pages_and_stop_their_steps(server: Server) -> None:
-    async def leave(client: openai.AsyncOpenAI, stream: bool) -> None:
-        if not stream:
-            with pytest.raises(openai.APITimeoutError):
-                await client.completions.create(**long_body(), timeout=0.5)
-            return
+    async def leave(client: openai.AsyncOpenAI) -> None:
         chunks = await client.completions.create(**long_body(stream=True))
         async for _ in chunks:
             break
@@ -333,7 +330,7 @@ def test_clients_that_leave_free_their_pages_and_stop_their_steps(server: Server
 
     async def story() -> None:
         async with server.async_client() as client:
-            await gather(*(leave(client, i % 2 == 0) for i in range(100)))
+            await gather(*(leave(client) for _ in range(100)))
 
     before = server.metric("requests_total")
     asyncio.run(story())
@@ -368,7 +365,7 @@ def test_all_metrics_are_there(server: Server) -> None:
 
 def test_two_instances_share_the_load() -> None:
     server = Server("--dtype", "float32", "--tp-layout", "1,1")
-    eventually(lambda: len(json.loads(server.get("/v1/cluster"))["instances"]) == 2, "two instances")
+    eventually(lambda: server.get("/v1/cluster").count('"serving"') == 2, "two instances serve")
 
     async def story() -> list[str]:
         async with server.async_client() as client:

@@ -63,7 +63,7 @@ class FormMaker:
         self._model = ModelSpec(
             path=info.path,
             load_format="dummy" if config.load_format == "dummy" else "auto",
-            dtype=info.torch_dtype if config.dtype == "auto" else config.dtype,
+            dtype=config.dtype,
             mask_id=info.mask_id,
             eos_ids=list(info.eos_ids),
         )

@@ -11,7 +11,7 @@ import torch
 
 from dlmserve import kernels
 from dlmserve.checkpoint import read_model_info
-from dlmserve.errors import DlmServeError, OutOfPages
+from dlmserve.errors import ConfigError, DlmServeError, OutOfPages
 from dlmserve.messages import Admit, Cancel, Command, Form, Release, RequestStep, SetThreshold
 from dlmserve.worker.batch import Span, pack
 from dlmserve.worker.canvas import Resident, StepPlan
@@ -214,7 +214,7 @@ def _apply(
 def build_engine(form: Form, device: str, group: Group) -> Engine:
     """Loads this rank's weights, allocates KV pages, runs one step to warm up. Raises DlmServeError."""
     info = replace(read_model_info(form.model.path), max_model_len=form.max_model_len)
-    dtype = getattr(torch, form.model.dtype)
+    dtype = _dtype(form.model.dtype, device)
     with torch.inference_mode():
         model = load_model(info, form.model.load_format, dtype, device, group)
         num_pages = form.num_pages or form.max_num_seqs * -(-form.max_model_len // form.page_size)
@@ -225,3 +225,12 @@ def build_engine(form: Form, device: str, group: Group) -> Engine:
         engine = Engine(model, cache, form.model.mask_id, form.model.eos_ids)
         engine.logits([form.model.mask_id] * min(32, form.max_model_len))
     return engine
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    """ "auto": float32 on CPUs, where it is the fastest and exact, bfloat16 on GPUs."""
+    if name == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype is {name!r}; wanted auto, float32, bfloat16 or float16")
+    return getattr(torch, name)

@@ -25,15 +25,6 @@ def pick_device(name: str) -> str:
     return "cuda:0" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def pick_dtype(name: str, device: str) -> str:
-    """ "auto": bfloat16 on GPUs, float32 on CPUs."""
-    if name == "auto":
-        return "float32" if device == "cpu" else "bfloat16"
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"dtype is {name!r}; wanted auto, float32, bfloat16 or float16")
-    return name
-
-
 class LocalInstance:
     """`form.tp_degree` ranks; the engine's methods, carried out on all of them."""
 

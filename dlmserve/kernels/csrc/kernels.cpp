@@ -3,7 +3,6 @@
 #include "kernels.h"
 
 #include <cstdlib>
-#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>

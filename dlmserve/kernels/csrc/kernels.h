@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <new>
 
 namespace dlmserve {
 
@@ -54,9 +55,8 @@ inline Run next_run(int64_t begin, int64_t end, Banned banned) {
     return {*next, true};
 }
 
-// lowbias32 by C. Wellons (hash prospector): a bijection of 32 bits, bias 0.17. U is uint32_t or a vector of it.
-template <class U>
-inline __attribute__((always_inline)) U mix32(U x) {
+// lowbias32 by C. Wellons (hash prospector): a bijection of 32 bits, bias 0.17.
+inline uint32_t mix32(uint32_t x) {
     x ^= x >> 16;
     x *= 0x7feb352du;
     x ^= x >> 15;
