@@ -1,6 +1,6 @@
 """Builds the compiled kernels; everything else about the package is in pyproject.toml.
 
-A machine without a C++ compiler still installs: the build says what happened, and `dlmserve.kernels` runs on torch.
+A machine without a C++ compiler still installs: the build warns, and `dlmserve.kernels` runs on torch.
 """
 
 import os
@@ -18,7 +18,7 @@ class BuildOrWarn(build_ext):
         try:
             super().run()
         except Exception as error:
-            self.warn(f"the C++ kernels were not built ({error}); dlmserve.kernels will use torch, which is slower")
+            self.warn(f"the C++ kernels were not built ({error}): dlmserve.kernels will use torch, slower")
 
     def get_outputs(self) -> list[str]:
         return [path for path in super().get_outputs() if os.path.exists(path)]

@@ -297,13 +297,7 @@ def test_a_greedy_request_keeps_its_text_beside_hot_ones(server: Server) -> None
 def long_body(**fields: Any) -> dict:
     """One token a step, 256 steps."""
     extra = {"block_length": 32, "steps": 256, **FREE}
-    return {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "max_tokens": 256,
-        "extra_body": {"block_length": 1, **FREE},
-        **fields,
-    }
+    return {"model": "tiny", "prompt": PROMPT, "max_tokens": 256, "extra_body": extra, **fields}
 
 
 def test_a_short_request_leaves_while_long_ones_run_and_the_server_stays_responsive(server: Server) -> None:

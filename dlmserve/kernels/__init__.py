@@ -1,8 +1,8 @@
 """Confidence of masked positions, sampling, and the choice of what is unmasked.
 
-Owns the checks of arguments and the choice of back end, made once, at import: the compiled C++ kernels, or torch
-where they were not built. reference.py says what each function returns; every back end agrees with it. Tensors on
-another device than the CPU take the torch path. Knows nothing of models, requests and processes.
+Owns the checks of arguments and the choice of back end, made once, at import: the compiled C++ kernels, or
+torch where they were not built. reference.py says what each function returns; every back end agrees with it.
+Tensors on another device than the CPU take the torch path. Knows nothing of models and processes.
 """
 
 from collections.abc import Sequence
@@ -32,19 +32,25 @@ def backend_name() -> str:
 
 
 def head_rows(
-    hidden: Tensor, weight: Tensor, token_offset: int = 0, banned: Sequence[int] = (), bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    token_offset: int = 0,
+    banned: Sequence[int] = (),
+    bias: Tensor | None = None,
 ) -> Rows:
     """The most probable allowed token of each row of hidden f32 [M, D], without materialising [M, V] logits.
 
     weight f32 or bf16 [V, D], contiguous: this rank's slice of the LM head, whose first row is token
-    `token_offset`; bias f32 [V]. `banned` global ids are never the answer, but count in the sum of exponentials.
-    Logits are accumulated in float32 for either dtype. Runs on torch.get_num_threads() threads.
+    `token_offset`; bias f32 [V]. `banned` global ids are never the answer, but count in the sum of
+    exponentials. Logits are accumulated in float32 for either dtype, on torch.get_num_threads() threads.
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or layout.
     """
     _expect("hidden", hidden, (torch.float32,), 2)
     _expect("weight", weight, (torch.float32, torch.bfloat16), 2, hidden.shape[1])
     if not weight.is_contiguous():
-        raise ValueError(f"weight has strides {weight.stride()}; wanted contiguous: slice the vocabulary by rows")
+        raise ValueError(
+            f"weight has strides {weight.stride()}; wanted contiguous: slice the vocabulary by rows"
+        )
     if bias is not None:
         _expect("bias", bias, (torch.float32,), 1, weight.shape[0])
     if native is None or not hidden.is_cpu:
@@ -69,10 +75,11 @@ def sample_rows(
     token_offset: int = 0,
     banned: Sequence[int] = (),
 ) -> tuple[Tensor, Rows]:
-    """A token per row of logits f32 [M, V], drawn at temperature f32 [M] with noise keyed by (seed, position, step,
-    token id), each i64 [M]: the same draw in any batch and for any split of the vocabulary.
+    """A token per row of logits f32 [M, V], drawn at temperature f32 [M] (0: the arg-max).
 
-    Returns score f32 [M], which `combine` compares across slices, and Rows with the drawn token's raw logit.
+    The noise is keyed by (seed, position, step, token id), the first three i64 [M]: the same draw in any batch
+    and for any split of the vocabulary. Returns score f32 [M], which `combine` compares across slices, and Rows
+    with the raw logit of the drawn token.
     """
     _expect("logits", logits, (torch.float32,), 2)
     num_rows = logits.shape[0]
@@ -85,8 +92,9 @@ def sample_rows(
 def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> Tensor:
     """Which masked positions are unmasked, bool [M], from confidence f32 [M].
 
-    Request r owns the rows offsets[r] to offsets[r + 1] (i64 [R + 1]) and has rule[r] (i64: THRESHOLD, QUOTA, FACTOR
-    or ALL) with value[r] (f64); see reference.select. Raises ValueError for a rule or offsets that make no sense.
+    Request r owns the rows offsets[r] to offsets[r + 1] (i64 [R + 1]) and has rule[r] (i64: THRESHOLD, QUOTA,
+    FACTOR or ALL) with value[r] (f64); see reference.select. Raises ValueError for a rule or offsets that
+    make no sense.
     """
     num_requests = rule.numel()
     _expect("confidence", confidence, (torch.float32,), 1)
@@ -100,10 +108,14 @@ def _backend(tensor: Tensor):
     return reference if native is None or not tensor.is_cpu else native
 
 
-def _expect(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndim: int, last: int | None = None) -> None:
+def _expect(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndim: int, last: int | None = None
+) -> None:
     """last: the length of the last dimension."""
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {tensor.dtype}; wanted {' or '.join(map(str, dtypes))}: convert it first")
     if tensor.ndim != ndim or (last is not None and tensor.shape[-1] != last):
         wanted = f"{ndim} dimensions" if last is None else f"{ndim} dimensions, the last of {last}"
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {wanted}: check how the batch was built")
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; wanted {wanted}: check how the batch was built"
+        )

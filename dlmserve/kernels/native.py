@@ -1,7 +1,7 @@
-"""The compiled CPU kernels of csrc/, called through ctypes: half a microsecond a call, and the GIL is released.
+"""The compiled CPU kernels of csrc/, called through ctypes, which costs little and releases the GIL.
 
-Owns the C signatures and the choice of sizes at which the fused head pays. Importing it raises ImportError where
-there is no compiled library. Arguments are checked by the package's public functions, not here.
+Owns the C signatures and the choice of sizes at which the fused head pays. Importing it raises ImportError
+where there is no compiled library. Arguments are checked by the package's public functions, not here.
 """
 
 import ctypes
@@ -56,8 +56,8 @@ def cap_isa(bits: int) -> int:
 def fused_pays(weight: Tensor) -> bool:
     """Whether `head_rows` is at least as fast as torch's product in tiles, for any number of rows.
 
-    256 bits: always (bench/kernels.py). 512 bits: by measurements of an earlier version of the kernel. 128 bits:
-    torch has a product of its own for float32; its bf16 product would round the logits.
+    256 bits: always (bench/kernels.py). 512 bits: by measurements of an earlier version of the kernel.
+    128 bits: never for float32, for which torch's product is well tuned.
     """
     if weight.dtype == torch.bfloat16:
         return True
@@ -66,7 +66,11 @@ def fused_pays(weight: Tensor) -> bool:
 
 
 def head_rows(
-    hidden: Tensor, weight: Tensor, token_offset: int = 0, banned: Sequence[int] = (), bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    token_offset: int = 0,
+    banned: Sequence[int] = (),
+    bias: Tensor | None = None,
 ) -> Rows:
     """As in reference.py; never materialises [M, V]."""
     hidden = hidden.contiguous()

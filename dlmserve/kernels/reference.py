@@ -1,7 +1,7 @@
 """Confidence, sampling and unmasking in plain torch: the specification that every compiled kernel must meet.
 
-Knows nothing about speed, threads or processes. The compiled kernels may differ by rounding only: tokens, ties and
-selections are the same, log-sums agree to about 1e-6. Works on any device.
+Knows nothing about speed, threads or processes. Compiled kernels may differ by rounding only: from the same
+logits come the same tokens, ties and selections, and log-sums within about 1e-6. Works on any device.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Rows(NamedTuple):
 
     logit f32 [M]: the largest finite logit among the allowed tokens; -inf where there is none.
     token i64 [M]: its global id, the lowest on a tie; -1 where there is none.
-    lse f32 [M]: log of the sum of exp of *all* logits, banned ones included; -inf for an empty slice, NaN exactly
-        where the row has a NaN or +inf. A log-sum and not a sum relative to `logit`: a banned logit may lie so far
-        above the best allowed one that the latter overflows.
+    lse f32 [M]: log of the sum of exp of *all* logits, banned ones included; -inf for an empty slice, NaN
+        exactly where the row has a NaN or +inf. A log-sum and not a sum relative to `logit`: a banned logit
+        may lie so far above the best allowed one that the latter overflows.
     """
 
     logit: Tensor
@@ -32,7 +32,11 @@ class Rows(NamedTuple):
 
 
 def head_rows(
-    hidden: Tensor, weight: Tensor, token_offset: int = 0, banned: Sequence[int] = (), bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    token_offset: int = 0,
+    banned: Sequence[int] = (),
+    bias: Tensor | None = None,
 ) -> Rows:
     """Rows of the logits hidden [M, D] x weight [V, D]^T + bias [V], in float32 throughout."""
     logits = hidden @ weight.float().T
@@ -53,14 +57,14 @@ def sample_rows(
     token_offset: int = 0,
     banned: Sequence[int] = (),
 ) -> tuple[Tensor, Rows]:
-    """Draws a token per row from softmax(logits / temperature) over the allowed tokens; temperature 0: the arg-max.
+    """Draws a token per row from softmax(logits / temperature) over the allowed tokens; 0: the arg-max.
 
-    Gumbel-max (Gumbel, 1954): the token of the largest score = logits / temperature + g, g = -log(-log(u)), where u
-    depends on (seed, position, step, global token id) alone. So neither the batch nor the way in which the
-    vocabulary is split changes the draw. Scores are computed in float64 and rounded to float32; the lowest id wins
-    a tie.
+    Gumbel-max (Gumbel, 1954): the token of the largest score = logits / temperature + g, g = -log(-log(u)),
+    where u depends on (seed, position, step, global token id) alone. So neither the batch nor the way in
+    which the vocabulary is split changes the draw. Scores are computed in float64 and rounded to float32; the
+    lowest id wins a tie.
 
-    Returns score f32 [M], by which `combine` compares the ranks, and Rows with the raw logit of the drawn token.
+    Returns score f32 [M], by which `combine` compares slices, and Rows with the drawn token's raw logit.
     """
     u = _uniform(seed, position, step, token_offset, logits.shape[1])
     warm = (temperature > 0)[:, None]
@@ -102,9 +106,10 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _uniform(seed: Tensor, position: Tensor, step: Tensor, token_offset: int, num_tokens: int) -> Tensor:
-    """float64 [M, num_tokens] in (0, 1): (n + 1/2) / 2^23 for a hash of 23 bits n, exact in float32 as well.
+    """float64 [M, num_tokens] in (0, 1): (n + 1/2) / 2^23 for a hash of 23 bits n, exact in float32 too.
 
-    Two 32-bit keys a row, each a chain of hashes over (seed low, seed high, position, step); then two rounds a token.
+    Two 32-bit keys a row, each a chain of hashes over (seed low, seed high, position, step), then two rounds
+    a token.
     """
     key0, key1 = torch.full_like(seed, 0x243F6A88), torch.full_like(seed, 0x85A308D3)  # digits of pi
     for word in (seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32, step & _MASK32):
@@ -135,15 +140,15 @@ def confidence(rows: Rows) -> Tensor:
 def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> Tensor:
     """Which masked positions are unmasked, bool [M]; of each request that has any, at least one.
 
-    confidence f32 [M]; request r owns the rows offsets[r] to offsets[r + 1], and has rule[r] and value[r] (f64).
+    confidence f32 [M]; request r owns the rows offsets[r] to offsets[r + 1], and has rule[r] and value[r].
     Its rows are ranked by falling confidence, the lowest row first on a tie, NaN after every number:
 
     THRESHOLD  the rows with confidence >= value, and always the first. The value is rounded to float32 first,
                as torch does in `tensor >= number`: float32(0.9) passes a threshold of 0.9.
     QUOTA      the first `value` rows: at least one, at most all.
-    FACTOR     Fast-dLLM's rule (arXiv 2505.22618): the bound of rank n is 1 - value / (n + 1), in float32. The first
-               always passes; those before the first that is below its bound are taken. As in its authors' code,
-               when that one is the very last it is taken too.
+    FACTOR     Fast-dLLM's rule (arXiv 2505.22618): the bound of rank n is 1 - value / (n + 1), in float32.
+               The first always passes; those before the first that is below its bound are taken. As in its
+               authors' code, when that one is the very last it is taken too.
     ALL        all rows.
 
     Raises ValueError where offsets or a rule make no sense.
@@ -180,6 +185,6 @@ def bad_request(request: int, offsets: Tensor, rule: Tensor) -> ValueError:
     """The error of a `select` whose arguments fail at `request` (at their number: in the last offset)."""
     seen = f"rule {int(rule[request])}" if request < len(rule) else "the end of the offsets"
     return ValueError(
-        f"select: request {request} has {seen} and offsets {offsets.tolist()}; wanted a rule from 0 to {ALL} and "
-        "offsets that rise from 0 to the number of rows: check how the batch was put together"
+        f"select: request {request} has {seen} and offsets {offsets.tolist()}; wanted a rule from 0 to {ALL} "
+        "and offsets that rise from 0 to the number of rows: check how the batch was put together"
     )

@@ -83,7 +83,7 @@ static std::vector<RowState> split(int64_t vocab, int64_t num_rows, int64_t num_
     std::vector<RowState> rows(num_threads * num_rows);
     std::vector<std::thread> threads;
     const auto part = [&](int64_t t) {
-        const int64_t v0 = std::min(vocab, t * range), v1 = t == num_threads - 1 ? vocab : std::min(vocab, v0 + range);
+        const int64_t v0 = std::min(vocab, t * range), v1 = std::min(vocab, v0 + range);
         work(v0, v1, rows.data() + t * num_rows);
     };
     for (int64_t t = 1; t < num_threads; t++) {
@@ -129,9 +129,10 @@ EXPORT int dlmserve_isa_bits() { return isa_bits; }
 // Caps the vector width, for tests; not safe while another thread is in a kernel. Returns the width now used.
 EXPORT int dlmserve_cap_isa(int bits) { return isa_bits = choose_isa(bits); }
 
-EXPORT void dlmserve_head_rows(const float* hidden, int64_t num_rows, int64_t dim, const void* weight, int is_bf16,
-                               int64_t vocab, const float* bias, int64_t token_offset, const int64_t* banned,
-                               int64_t num_banned, int num_threads, float* logit, int64_t* token, float* lse) {
+EXPORT void dlmserve_head_rows(const float* hidden, int64_t num_rows, int64_t dim, const void* weight,
+                               int is_bf16, int64_t vocab, const float* bias, int64_t token_offset,
+                               const int64_t* banned, int64_t num_banned, int num_threads, float* logit,
+                               int64_t* token, float* lse) {
     const Variant& isa = variant();
     Buffer<float> packed(isa.packed_size(num_rows, dim));
     isa.pack_hidden(hidden, num_rows, dim, packed.get());
@@ -143,8 +144,8 @@ EXPORT void dlmserve_head_rows(const float* hidden, int64_t num_rows, int64_t di
 }
 
 EXPORT void dlmserve_logit_rows(const float* data, int64_t num_rows, int64_t stride, int64_t vocab,
-                                int64_t token_offset, const int64_t* banned, int64_t num_banned, int num_threads,
-                                float* logit, int64_t* token, float* lse) {
+                                int64_t token_offset, const int64_t* banned, int64_t num_banned,
+                                int num_threads, float* logit, int64_t* token, float* lse) {
     const Variant& isa = variant();
     const Logits logits = {data, num_rows, stride, {banned, num_banned}, nullptr, 0};
     const auto rows = split(vocab, num_rows, worthwhile(num_threads, double(vocab) * num_rows, 3e5),
@@ -155,12 +156,13 @@ EXPORT void dlmserve_logit_rows(const float* data, int64_t num_rows, int64_t str
 EXPORT void dlmserve_sample_rows(const float* data, int64_t num_rows, int64_t stride, int64_t vocab,
                                  const float* temperature, const int64_t* seed, const int64_t* position,
                                  const int64_t* step, int64_t token_offset, const int64_t* banned,
-                                 int64_t num_banned, int num_threads, float* score, float* logit, int64_t* token,
-                                 float* lse) {
+                                 int64_t num_banned, int num_threads, float* score, float* logit,
+                                 int64_t* token, float* lse) {
     const Variant& isa = variant();
     std::vector<Noise> noise;
     for (int64_t m = 0; m < num_rows; m++) noise.emplace_back(temperature[m], seed[m], position[m], step[m]);
-    const Logits logits = {data, num_rows, stride, {banned, num_banned}, noise.data(), uint32_t(token_offset)};
+    const Banned ids = {banned, num_banned};
+    const Logits logits = {data, num_rows, stride, ids, noise.data(), uint32_t(token_offset)};
     const auto rows = split(vocab, num_rows, worthwhile(num_threads, double(vocab) * num_rows, 1e5),
                             [&](int64_t v0, int64_t v1, RowState* out) { isa.logits(logits, v0, v1, out); });
     write(rows, num_rows, token_offset, {logit, token, lse});

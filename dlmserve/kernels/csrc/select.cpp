@@ -39,8 +39,8 @@ int64_t num_passing(const float* confidence, const std::vector<int64_t>& ranked,
     return n;
 }
 
-void select_ranked(const float* confidence, int64_t n, Rule rule, double value, std::vector<int64_t>& ranked,
-                   bool* unmask) {
+void select_ranked(const float* confidence, int64_t n, Rule rule, double value,
+                   std::vector<int64_t>& ranked, bool* unmask) {
     ranked.resize(n);
     std::iota(ranked.begin(), ranked.end(), 0);
     std::sort(ranked.begin(), ranked.end(), MoreConfident{confidence});
@@ -56,8 +56,8 @@ void select_ranked(const float* confidence, int64_t n, Rule rule, double value, 
 
 // Returns -1, or the request whose offsets or rule make no sense.
 extern "C" __attribute__((visibility("default"))) int64_t dlmserve_select(
-    const float* confidence, int64_t num_rows, const int64_t* offsets, int64_t num_requests, const int64_t* rule,
-    const double* value, bool* unmask) {
+    const float* confidence, int64_t num_rows, const int64_t* offsets, int64_t num_requests,
+    const int64_t* rule, const double* value, bool* unmask) {
     std::vector<int64_t> ranked;
     if (offsets[0] != 0 || offsets[num_requests] != num_rows) return num_requests;
     for (int64_t r = 0; r < num_requests; r++) {
