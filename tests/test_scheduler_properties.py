@@ -10,7 +10,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlmserve.control.policy.cluster import RankId, num_pages
+from dlmserve.control.policy.cluster import RankId
 from dlmserve.control.policy.events import (
     Action,
     Arrived,
@@ -144,8 +144,7 @@ class ToyCluster:
     def nobody_waits_who_would_fit(self) -> None:
         instances = self.story.scheduler.cluster.instances.values()
         for request in self.story.scheduler.requests.values():
-            need = num_pages(len(request.canvas), PAGE, request.spec.decoding.cache)
-            fitting = [instance.name for instance in instances if instance.has_room(need)]
+            fitting = [i.name for i in instances if i.has_room(request.num_pages)]
             assert request.instance or not fitting, f"request {request.number} waits but fits in {fitting}"
 
     def dissolve(self, name: str, told: tuple[RankId, ...]) -> None:

@@ -77,9 +77,9 @@ def sample_rows(
 ) -> tuple[Tensor, Rows]:
     """A token per row of logits f32 [M, V], drawn at temperature f32 [M] (0: the arg-max).
 
-    The noise is keyed by (seed, position, step, token id), the first three i64 [M]: the same draw in any batch
-    and for any split of the vocabulary. Returns score f32 [M], which `combine` compares across slices, and Rows
-    with the raw logit of the drawn token.
+    The noise is keyed by seed, position and step, each i64 [M], and the token id: the same draw in any batch
+    and for any split of the vocabulary. Returns score f32 [M], which `combine` compares across slices, and
+    Rows with the raw logit of the drawn token.
     """
     _expect("logits", logits, (torch.float32,), 2)
     num_rows = logits.shape[0]

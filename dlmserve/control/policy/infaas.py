@@ -13,9 +13,9 @@ class Infaas:
     def __init__(self, config: ServerConfig) -> None:
         self._threshold = max(config.thresholds)
 
-    def place(self, request: RequestState, num_pages: int, cluster: Cluster) -> Instance | None:
-        having_room = [instance for instance in cluster.instances.values() if instance.has_room(num_pages)]
-        return min(having_room, key=lambda instance: instance.num_tokens, default=None)
+    def place(self, request: RequestState, cluster: Cluster) -> Instance | None:
+        with_room = [i for i in cluster.instances.values() if i.has_room(request.num_pages)]
+        return min(with_room, key=lambda instance: instance.num_tokens, default=None)
 
     def threshold(self, request: RequestState) -> float:
         return self._threshold

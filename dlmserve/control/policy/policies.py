@@ -13,8 +13,8 @@ from dlmserve.errors import ConfigError
 class Policy(Protocol):
     """Decides and changes nothing: the scheduler acts on what it returns."""
 
-    def place(self, request: RequestState, num_pages: int, cluster: Cluster) -> Instance | None:
-        """An instance with room; None means that no instance has room for `num_pages` or more."""
+    def place(self, request: RequestState, cluster: Cluster) -> Instance | None:
+        """An instance with room; None means that no instance has room for as many pages."""
         ...
 
     def threshold(self, request: RequestState) -> float:

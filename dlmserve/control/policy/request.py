@@ -87,6 +87,7 @@ class RequestState:
     spec: RequestSpec
     arrived_at: float
     mask_id: int
+    num_pages: int  # KV pages that it needs on any instance
     canvas: list[int] = field(init=False)
     threshold: float = field(init=False)  # the rule's value for its next step, as the head last set it
     instance: str | None = None

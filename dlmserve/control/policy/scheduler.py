@@ -90,7 +90,9 @@ class Scheduler:
     # ---- requests come and go
 
     def _arrived(self, now: float, event: Arrived) -> Iterator[Action]:
-        request = RequestState(event.request, event.spec, now, self._mask_id)
+        decoding, length = event.spec.decoding, len(event.spec.canvas)
+        pages = num_pages(length, self._config.page_size, decoding.cache)
+        request = RequestState(event.request, event.spec, now, self._mask_id, pages)
         error = self._refusal(request)
         if error:
             yield Reject(request.number, error)
@@ -100,14 +102,13 @@ class Scheduler:
         yield from self._place_waiting()
 
     def _refusal(self, request: RequestState) -> DlmServeError | None:
-        length, pages = len(request.canvas), self._num_pages(request)
-        failure = self.cluster.failure()
+        length, failure = len(request.canvas), self.cluster.failure()
         if length > self._max_model_len:
             return ContextTooLong(
                 f"prompt and output need {length} tokens (whole blocks); the model's context has "
                 f"{self._max_model_len}: shorten the prompt or ask for fewer tokens"
             )
-        if not self.cluster.could_hold(pages):
+        if not self.cluster.could_hold(request.num_pages):
             return self._no_pages(request)
         if failure:
             return Unavailable(f"no model instance serves: {failure}")
@@ -223,20 +224,20 @@ class Scheduler:
         still_waiting = []
         for entry in self._waiting:
             request = self.requests[entry[1]]
-            pages = self._num_pages(request)
-            instance = self._policy.place(request, pages, self.cluster) if pages < no_room_from else None
+            may_fit = request.num_pages < no_room_from
+            instance = self._policy.place(request, self.cluster) if may_fit else None
             if instance is None:
-                no_room_from = min(no_room_from, pages)
+                no_room_from = min(no_room_from, request.num_pages)
                 still_waiting.append(entry)
             else:
-                yield self._admit(request, instance, pages)
+                yield self._admit(request, instance)
         self._waiting = still_waiting
 
-    def _admit(self, request: RequestState, instance: Instance, pages: int) -> Send:
+    def _admit(self, request: RequestState, instance: Instance) -> Send:
         spec = request.spec
         if not spec.pinned:
             request.threshold = max(self._policy.threshold(request), spec.min_threshold or 0.0)
-        instance.reserve(request.number, pages, len(request.canvas))
+        instance.reserve(request.number, request.num_pages, len(request.canvas))
         request.instance = instance.name
         request.instances.append(instance.name)
         return Send(
@@ -260,7 +261,7 @@ class Scheduler:
             request = self.requests[number]
             if failure:
                 error: DlmServeError = Unavailable(f"no model instance serves: {failure}")
-            elif not self.cluster.could_hold(self._num_pages(request)):
+            elif not self.cluster.could_hold(request.num_pages):
                 error = self._no_pages(request)
             else:
                 continue
@@ -268,9 +269,6 @@ class Scheduler:
             yield Fail(number, error)
 
     # ---- the books
-
-    def _num_pages(self, request: RequestState) -> int:
-        return num_pages(len(request.canvas), self._config.page_size, request.spec.decoding.cache)
 
     def _evict(self, request: RequestState) -> RequestState:
         assert request.instance is not None

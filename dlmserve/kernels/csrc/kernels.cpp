@@ -77,11 +77,12 @@ static const Variant& variant() {
 // work(v0, v1, rows) reduces a range. A thread that cannot be started is done without.
 template <class Work>
 static std::vector<RowState> split(int64_t vocab, int64_t num_rows, int64_t num_threads, Work work) {
-    constexpr int64_t grain = 48;
+    constexpr int64_t grain = 48;  // a tile of the head
     num_threads = std::max<int64_t>(1, std::min(num_threads, vocab / grain));
-    const int64_t range = (vocab / num_threads + grain - 1) / grain * grain;
+    const int64_t range = (vocab + num_threads * grain - 1) / (num_threads * grain) * grain;
     std::vector<RowState> rows(num_threads * num_rows);
     std::vector<std::thread> threads;
+    threads.reserve(num_threads);
     const auto part = [&](int64_t t) {
         const int64_t v0 = std::min(vocab, t * range), v1 = std::min(vocab, v0 + range);
         work(v0, v1, rows.data() + t * num_rows);

@@ -1,0 +1,107 @@
+"""A whole node in one small process, speaking the real protocol: an agent and ranks whose "model" is trivial.
+
+Each step unmasks one position of every resident; the token is the position. Prompts that begin with one of
+the special tokens below, and the model path "broken", make it misbehave. Run like the real agent.
+"""
+
+import argparse
+import os
+
+from dlmserve.messages import (
+    PROTOCOL_VERSION,
+    Admit,
+    AgentHello,
+    Cancel,
+    Dissolve,
+    Dissolved,
+    Form,
+    Formed,
+    FormFailed,
+    Heartbeat,
+    RankHello,
+    RequestStep,
+    Shutdown,
+    StepReport,
+    ToPeer,
+)
+from dlmserve.transport import Dealer
+from dlmserve.worker.lifeline import die_with_parent
+
+DEADLY, NAN = 1001, 1002  # first token of a prompt: the node dies of it; its logits are not finite
+NUM_PAGES = 64
+
+
+class FakeRank:
+    """Only leaders (tp_rank 0) step."""
+
+    def __init__(self, head: str, node: str, device: int) -> None:
+        self.dealer = Dealer(head, f"{node}:{device}:1")
+        self.dealer.send(RankHello(PROTOCOL_VERSION, node, device, 1, os.getpid(), "cpu", f"plan{device}"))
+        self.form: Form | None = None
+        self.residents: dict[int, Admit] = {}
+        self.canvases: dict[int, list[int]] = {}
+        self.seq = 0
+
+    def obey(self, message: ToPeer) -> None:
+        match message:
+            case Form(instance, tp_rank):
+                self.form = message
+                broken = message.model.path == "broken"
+                failed = FormFailed(instance, tp_rank, "broken: no weights there")
+                self.dealer.send(failed if broken else Formed(instance, tp_rank, NUM_PAGES, 0.0, "fake"))
+            case Dissolve(instance) if self.form and self.form.instance == instance:
+                self.dealer.send(Dissolved(instance, self.form.tp_rank))
+                self.residents.clear()
+            case Admit(request, canvas):
+                if canvas[0] == DEADLY:
+                    os._exit(1)
+                self.residents[request] = message
+                self.canvases[request] = list(canvas)
+            case Cancel(request):
+                self.residents.pop(request, None)
+
+    def step(self) -> None:
+        if not self.residents or self.form is None:
+            return
+        self.seq += 1
+        failed = [(number, "NaN") for number, admit in self.residents.items() if admit.canvas[0] == NAN]
+        for number, _ in failed:
+            del self.residents[number]
+        steps = [self._unmask(admit) for admit in list(self.residents.values())]
+        report = StepReport(self.form.instance, self.seq, 0.001, 0.0, len(steps), 0, steps, [], failed)
+        self.dealer.send(report)
+
+    def _unmask(self, admit: Admit) -> RequestStep:
+        canvas, mask = self.canvases[admit.request], self.form.model.mask_id if self.form else 0
+        position = canvas.index(mask)
+        canvas[position] = position
+        finished = "" if mask in canvas else "length"
+        if finished:
+            del self.residents[admit.request]
+        block = (position - admit.output_start) // admit.decoding.block_length
+        value = admit.decoding.value
+        return RequestStep(admit.request, False, block, value, [position], [position], [1.0], finished)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("head", "node", "device", "run-dir"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--devices", type=int)
+    args = parser.parse_args()
+    die_with_parent()
+    agent = Dealer(args.head, f"{args.node}:agent")
+    agent.send(AgentHello(PROTOCOL_VERSION, args.node, args.devices, os.getpid()))
+    ranks = [FakeRank(args.head, args.node, device) for device in range(args.devices)]
+    while not any(isinstance(message, Shutdown) for message in agent.drain()):
+        agent.send(Heartbeat(args.node, -1, 0))
+        for device, rank in enumerate(ranks):
+            rank.dealer.send(Heartbeat(args.node, device, 1))
+            for message in rank.dealer.drain():
+                rank.obey(message)
+            rank.step()
+        agent.poll(0.002)
+
+
+if __name__ == "__main__":
+    main()
