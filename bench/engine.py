@@ -50,7 +50,7 @@ def write_checkpoint(folder: str, seed: int) -> None:
         return random.standard_normal((rows, columns), dtype=np.float32) * (scale / math.sqrt(columns))
 
     root = "model.transformer."
-    tensors = {f"{root}wte.weight": matrix(vocab, d, math.sqrt(d)), f"{root}ff_out.weight": matrix(vocab, d, 6.0)}
+    tensors = {f"{root}wte.weight": matrix(vocab, d, math.sqrt(d)), f"{root}ff_out.weight": matrix(vocab, d, 10.0)}
     tensors[f"{root}ln_f.weight"] = np.ones(d, dtype=np.float32)
     for i in range(c["n_layers"]):
         block = f"{root}blocks.{i}."
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--caches", nargs="+", default=["dual", "prefix", "none"])
     args = parser.parse_args()
     random = np.random.default_rng(args.seed + 1)

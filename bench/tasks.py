@@ -119,10 +119,28 @@ def long_addition(rng: random.Random) -> Draft:
 
 
 def sums(rng: random.Random) -> Draft:
-    """A few small sums and differences, each written out."""
-    questions, lines = zip(*(small_sum(rng) for _ in range(rng.randint(2, 5))), strict=True)
+    """A few small sums and differences in one line, each written out."""
+    questions, answers = different_sums(rng, rng.randint(2, 5))
     lead = rng.choice(["Work out", "Compute each"])
-    return Draft(" ".join(questions), f"{lead}: {', '.join(questions)}", ", ".join(lines))
+    return Draft(" ".join(questions), f"{lead}: {', '.join(questions)}", ", ".join(answers))
+
+
+def several(rng: random.Random) -> Draft:
+    """Two to eight small sums and differences, one answer line each."""
+    questions, answers = different_sums(rng, rng.randint(2, 8))
+    lead = rng.choice(["Answer each", "One line each"])
+    return Draft(" ".join(questions), f"{lead}: {', '.join(questions)}", "\n".join(answers))
+
+
+def different_sums(rng: random.Random, count: int) -> tuple[list[str], list[str]]:
+    """Questions like '9-4', all different, and their answers like '9-4=5'."""
+    answers: dict[str, str] = {}
+    while len(answers) < count:
+        a, b = rng.randint(1, rng.choice([9, 9, 9, 15])), rng.randint(1, 9)
+        minus = a > b and rng.random() < 0.4
+        question = f"{a}-{b}" if minus else f"{a}+{b}"
+        answers[question] = f"{question}={a - b if minus else a + b}"
+    return list(answers), list(answers.values())
 
 
 def sort_numbers(rng: random.Random) -> Draft:
@@ -162,21 +180,37 @@ def to_json(rng: random.Random) -> Draft:
 
 def json_list(rng: random.Random) -> Draft:
     """Words as a JSON list."""
-    words = rng.sample(NAMES + CITIES + JOBS, rng.randint(2, 6))
+    words = rng.sample(NAMES + CITIES + JOBS, rng.randint(2, 9))
     lead = rng.choice(["Write as a JSON list", "Make a list in JSON"])
     return Draft(" ".join(words), f"{lead}: {' '.join(words)}", json.dumps(words))
 
 
+def records(rng: random.Random) -> Draft:
+    """One to five people as a JSON list of objects: the longest answers."""
+    count = rng.randint(1, 5)
+    people = list(
+        zip(
+            rng.sample(NAMES, count),
+            rng.sample(range(18, 80), count),
+            rng.choices(CITIES, k=count),
+            strict=True,
+        )
+    )
+    text = "; ".join(f"{name} {age} {city}" for name, age, city in people)
+    answer = json.dumps([{"name": name, "age": age, "city": city} for name, age, city in people])
+    lead = rng.choice(["Write as JSON records", "Make JSON records"])
+    return Draft(text, f"{lead}: {text}", answer)
+
+
 def calendar(rng: random.Random) -> Draft:
-    """The days or months that follow a given one, or that lie between two given ones."""
-    names, kind = (DAYS, "days") if rng.random() < 0.4 else (MONTHS, "months")
-    first, count = rng.randrange(len(names)), rng.randint(2, 6)
-    ahead = [names[(first + i) % len(names)] for i in range(count + 1)]
-    if rng.random() < 0.5:
-        prompt = rng.choice(["List", "Name the"]) + f" {count} {kind} after {ahead[0]}."
-        return Draft(f"after{kind}{first},{count}", prompt, ", ".join(ahead[1:]))
-    prompt = rng.choice(["List", "Name"]) + f" the {kind} from {ahead[0]} to {ahead[-1]}."
-    return Draft(f"from{kind}{first},{count}", prompt, ", ".join(ahead))
+    """The day or month after or before each of the given ones."""
+    names = rng.sample(DAYS + MONTHS, rng.randint(2, 5))
+    which, step = rng.choice([("after", 1), ("before", -1)])
+    rings = [DAYS if name in DAYS else MONTHS for name in names]
+    found = [ring[(ring.index(name) + step) % len(ring)] for ring, name in zip(rings, names, strict=True)]
+    lead = rng.choice([f"What comes {which} each", f"Name the one {which} each"])
+    given = ", ".join(names)
+    return Draft(f"{which} {given}", f"{lead}: {given}", ", ".join(found))
 
 
 def count_on(rng: random.Random) -> Draft:
@@ -229,34 +263,6 @@ def any_order(rng: random.Random) -> Draft:
     return Draft(" ".join(words), f"{lead}: {' '.join(words)}", " ".join(answer))
 
 
-def several(rng: random.Random) -> Draft:
-    """Two to fourteen very short questions in one prompt, one answer line each."""
-    questions, lines = [], []
-    for _ in range(rng.randint(2, 14)):
-        question, line = rng.choice([small_sum, neighbour])(rng)
-        questions.append(question)
-        lines.append(line)
-    lead = rng.choice(["Answer each", "One line each"])
-    return Draft(";".join(questions), f"{lead}: {'; '.join(questions)}", "\n".join(lines))
-
-
-def small_sum(rng: random.Random) -> tuple[str, str]:
-    """A question like '9-4' and its answer '9-4=5'."""
-    a, b = rng.randint(1, rng.choice([9, 9, 9, 15])), rng.randint(1, 9)
-    if a > b and rng.random() < 0.4:
-        return f"{a}-{b}", f"{a}-{b}={a - b}"
-    return f"{a}+{b}", f"{a}+{b}={a + b}"
-
-
-def neighbour(rng: random.Random) -> tuple[str, str]:
-    """A question like 'after May' and its answer 'after May: June'."""
-    names = rng.choice([DAYS, MONTHS])
-    i = rng.randrange(len(names))
-    side, step = rng.choice([("after", 1), ("before", -1)])
-    question = f"{side} {names[i]}"
-    return question, f"{question}: {names[(i + step) % len(names)]}"
-
-
 Generator = Callable[[random.Random], Draft]
 GENERATORS: dict[str, Generator] = {
     f.__name__: f
@@ -273,6 +279,7 @@ GENERATORS: dict[str, Generator] = {
         python_line,
         any_order,
         several,
+        records,
     )
 }
 TASKS = list(GENERATORS)
@@ -280,16 +287,17 @@ TASKS = list(GENERATORS)
 WEIGHTS = {
     "word_problem": 2.5,
     "long_addition": 2.5,
-    "sums": 1.0,
-    "sort_numbers": 1.5,
+    "sums": 1.5,
+    "sort_numbers": 1.0,
     "reverse_words": 0.4,
-    "to_json": 0.5,
-    "json_list": 0.4,
-    "calendar": 1.5,
+    "to_json": 0.4,
+    "json_list": 0.6,
+    "calendar": 0.8,
     "count_on": 1.0,
     "python_line": 0.4,
     "any_order": 0.5,
-    "several": 5.0,
+    "several": 2.5,
+    "records": 2.5,
 }
 
 

@@ -6,6 +6,7 @@ Owns the picture. Knows nothing of how tokens are made.
 import argparse
 import sys
 import time
+from collections.abc import Collection
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,14 +17,18 @@ from dlmserve.llm import LLM, Completion, DecodingParams
 from dlmserve.messages import RequestStep
 from dlmserve.tokenizer import Tokenizer
 
-MASK = "░"
+MASK, END = "░", "·"  # END: an EOS, of which a finished answer has many
 
 
 class CanvasView:
     """The output positions of one request: masks, settled tokens, and the latest step's highlighted."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, eos_ids: Collection[int], start: int, num_positions: int
+    ) -> None:
+        """`start`: canvas column of the first output position."""
+        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._columns = range(start, start + num_positions)
         self._texts: dict[int, str] = {}
         self._latest: list[int] = []
         self._num_steps = 0
@@ -32,17 +37,16 @@ class CanvasView:
         self._num_steps += 1
         self._latest = step.positions
         for position, token in zip(step.positions, step.tokens, strict=True):
-            self._texts[position] = self._tokenizer.token_text(token)
+            self._texts[position] = END if token in self._eos_ids else self._tokenizer.token_text(token)
 
-    def render(self, start: int, num_positions: int) -> Group:
-        """`start`: canvas column of the first output position."""
+    def render(self) -> Group:
         canvas = Text()
-        for column in range(start, start + num_positions):
+        for column in self._columns:
             style = "bold green" if column in self._latest else "" if column in self._texts else "dim"
             canvas.append(self._texts.get(column, MASK), style)
-        return Group(
-            canvas, Text(f"step {self._num_steps}, {len(self._texts)} of {num_positions} unmasked", "dim")
-        )
+        num_unmasked = sum(column in self._texts for column in self._columns)
+        figures = f"step {self._num_steps}, {num_unmasked} of {len(self._columns)} unmasked"
+        return Group(canvas, Text(figures, "dim"))
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -95,12 +99,12 @@ def _decode(llm: LLM, prompt: list[int], params: DecodingParams) -> Completion:
     console = Console(stderr=True)
     if not console.is_terminal or llm.tokenizer is None:
         return llm.generate([prompt], params)[0]
-    view = CanvasView(llm.tokenizer)
     num_positions = params.gen_length or llm.info.generation.get("gen_length", 128)
-    with Live(console=console, refresh_per_second=20, transient=True) as live:
+    view = CanvasView(llm.tokenizer, llm.info.eos_ids, len(prompt), num_positions)
+    with Live(view.render(), console=console, auto_refresh=False) as live:
 
         def show(_: int, step: RequestStep) -> None:
             view.apply(step)
-            live.update(view.render(len(prompt), num_positions), refresh=True)
+            live.update(view.render(), refresh=True)
 
         return llm.generate([prompt], params, on_step=show)[0]

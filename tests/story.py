@@ -2,10 +2,23 @@
 
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import RankId
-from dlmserve.control.policy.events import Action, Arrived, Event, NodeUp, RankFormed, RankUp, StepDone
+from dlmserve.control.policy.events import (
+    Action,
+    Arrived,
+    Event,
+    Fail,
+    Finish,
+    NodeUp,
+    RankFormed,
+    RankUp,
+    Reject,
+    Send,
+    StepDone,
+)
 from dlmserve.control.policy.policies import make_policy
-from dlmserve.control.policy.request import RequestSpec
+from dlmserve.control.policy.request import RequestSpec, StepUpdate, Summary, Unmasked
 from dlmserve.control.policy.scheduler import Scheduler
+from dlmserve.errors import DlmServeError
 from dlmserve.messages import Admit, Decoding, RequestStep, StepReport
 
 MASK = 99
@@ -59,6 +72,47 @@ def make_report(instance: str, seq: int, *steps: RequestStep, **fields) -> StepR
         released=fields.pop("released", []),
         failed=fields.pop("failed", []),
     )
+
+
+def make_update(step: int, tokens: dict[int, int], recompute: bool = False, block: int = 0) -> StepUpdate:
+    unmasked = [Unmasked(position, token, 0.5) for position, token in tokens.items()]
+    return StepUpdate(step, recompute, block, 0.9, unmasked)
+
+
+def make_summary(**fields) -> Summary:
+    values = {
+        "steps": 0, "recompute_steps": 0, "num_unmasked": 0, "mean_threshold": None, "latency_s": 0.0,
+        "slo_s": None, "slo_met": None, "instances": [],
+    }  # fmt: skip
+    return Summary(**(values | fields))
+
+
+def admitted(actions: list) -> list[tuple[str, int]]:
+    """(instance, request) of each Admit; the other actions are left out."""
+    return [
+        (a.instance, a.command.request)
+        for a in actions
+        if isinstance(a, Send) and isinstance(a.command, Admit)
+    ]
+
+
+def admit_of(actions: list) -> Admit:
+    """Of a log that is nothing but one Admit."""
+    [action] = actions
+    assert isinstance(action, Send) and isinstance(action.command, Admit)
+    return action.command
+
+
+def summary_of(actions: list) -> Summary:
+    """Of the request whose end comes last in the log."""
+    assert isinstance(actions[-1], Finish)
+    return actions[-1].summary
+
+
+def error_of(actions: list) -> DlmServeError:
+    """The error of the only Reject or Fail."""
+    [action] = [action for action in actions if isinstance(action, Reject | Fail)]
+    return action.error
 
 
 class Story:

@@ -1,19 +1,26 @@
 """The command line and the settings file: names, values, errors, and what `--help` costs."""
 
+import io
 import json
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from dlmserve.checkpoint import resolve
 from dlmserve.cli import main
 from dlmserve.config import ServerConfig
 from dlmserve.errors import ConfigError
 from dlmserve.flags import FLAGS, Parser, add_flags, make_config
+from dlmserve.generate import CanvasView
 from dlmserve.logs import JsonFormatter, TextFormatter, request_id
+from dlmserve.messages import RequestStep
+from dlmserve.tokenizer import Tokenizer
 
 
 def config(*argv: str) -> ServerConfig:
@@ -145,3 +152,22 @@ def test_log_lines_for_people_and_for_machines() -> None:
         request_id.reset(token)
     expected = {"message": "took 3", "level": "warning", "request_id": "r1", "status": 200}
     assert {key: line[key] for key in expected} == expected
+
+
+def test_generate_prints_the_answer_and_what_it_took(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Sort these numbers, smallest first: 14, 3, 8", "--seed", "1"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "3, 8, 14\n"
+    assert re.match(r"\d+ steps, [\d.]+ tokens/step, 8 tokens in the answer", err.splitlines()[-1])
+
+
+def test_the_canvas_view_shows_masks_tokens_and_ends() -> None:
+    tokenizer = Tokenizer(resolve("tiny"))
+    view = CanvasView(tokenizer, eos_ids=[0], start=10, num_positions=4)
+    [three] = tokenizer.encode("3")
+    view.apply(
+        RequestStep(1, True, 0, 0.9, positions=[11, 13, 14], tokens=[three, 0, 0], confidences=[1, 1, 1])
+    )
+    console = Console(file=io.StringIO(), width=40)
+    console.print(view.render())
+    assert console.file.getvalue().splitlines() == ["\u25913\u2591\u00b7", "step 1, 2 of 4 unmasked"]  # type: ignore[attr-defined]

@@ -180,6 +180,12 @@ def test_a_stop_string_in_the_step_that_ends_the_request_is_one_end() -> None:
     assert [(piece.text, piece.finish_reason) for piece in pieces] == [("a", "stop")]
 
 
+def test_a_stop_string_that_only_the_end_completes_is_an_end_too() -> None:
+    head = FakeHead(scripted(TOKENIZER.encode("\U0001f600")), paused=True)  # its first bytes only
+    pieces = decode(head, make_run(1), ["\ufffd"], [1])
+    assert [(piece.text, piece.finish_reason) for piece in pieces] == [("", "stop")]
+
+
 def test_the_answer_never_exceeds_what_was_asked() -> None:
     head = FakeHead(scripted(TOKENIZER.encode("0123456789"), per_step=8), paused=True)
     [piece] = decode(head, make_run(3), [], [1])

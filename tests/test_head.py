@@ -51,7 +51,7 @@ def spec(num_tokens: int = 8, first: int = 1, **fields) -> RequestSpec:
 
 
 def make_head(run_dir: Path, path: str = "fake", **settings) -> Head:
-    info = ModelInfo(path, "fake", "llada", MASK, (), None, 10000, 4096, 4, "float32")
+    info = ModelInfo(path, "fake", "llada", MASK, (), None, vocab_size=10000, max_model_len=4096, num_heads=4)
     config = ServerConfig(run_dir=str(run_dir), device="cpu", **settings)
     return Head(config, info, Metrics())
 
@@ -227,6 +227,17 @@ def test_stopping_ends_requests_and_processes(tmp_path: Path) -> None:
         assert not Path(f"/proc/{pid}").exists()
 
     serve(tmp_path, story)
+
+
+def test_stopping_before_the_node_is_up_leaves_no_process_either(tmp_path: Path) -> None:
+    async def story() -> None:
+        head = make_head(tmp_path)
+        await head.start()
+        pid = agent_pid(tmp_path)
+        await head.stop()
+        assert not Path(f"/proc/{pid}").exists()
+
+    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
 
 
 def test_nothing_is_taken_before_an_instance_serves(tmp_path: Path) -> None:

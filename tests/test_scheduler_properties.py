@@ -164,6 +164,7 @@ class ToyCluster:
     def kill(self, rank: RankId) -> None:
         if self.is_alive(rank):
             self.formations = {name: f for name, f in self.formations.items() if rank not in f.ranks}
+            self.mail[rank].append(RankLost(rank, "the agent says so", exited=True))
             self.start_process(rank.device)
 
     # ---- what may happen
@@ -251,6 +252,7 @@ def test_every_request_ends_once_and_every_token_is_delivered_once(
         cluster.anything()
     cluster.end_in_peace()
     assert cluster.ended.keys() == cluster.submitted, "a request was lost"
+    assert len(cluster.story.scheduler.cluster.serving()) == len(layout), "an instance was lost"
     for number, end in cluster.ended.items():
         if isinstance(end, Finish):
             tokens = cluster.delivered[number]

@@ -43,7 +43,7 @@ from dlmserve.control.policy.policies import make_policy
 from dlmserve.control.policy.request import CancelOutcome, RequestSpec, Sink, Summary
 from dlmserve.control.policy.scheduler import Scheduler
 from dlmserve.control.wire import FormMaker, agent_identity, to_event
-from dlmserve.errors import ProtocolError, Unavailable, WorkerError
+from dlmserve.errors import ConfigError, ProtocolError, Unavailable, WorkerError
 from dlmserve.messages import (
     PROTOCOL_VERSION,
     AgentHello,
@@ -96,7 +96,11 @@ class Head:
         self._run_dir = self._config.run_dir or tempfile.mkdtemp(prefix="dlmserve-")
         self._forms = FormMaker(self._config, self._info, self._run_dir)
         endpoint = f"ipc://{self._run_dir}/head.sock"
-        self._router = Router([endpoint, *([self._config.listen] if self._config.listen else [])])
+        try:
+            self._router = Router([endpoint, *([self._config.listen] if self._config.listen else [])])
+        except ConfigError:
+            self._remove_run_dir()
+            raise
         self._agent = LocalAgent(self._agent_command(endpoint), self._on_agent_exit)
         self._agent.start()
         self._tasks = [
@@ -142,8 +146,12 @@ class Head:
         for node in self._scheduler.cluster.nodes:
             with contextlib.suppress(WorkerError):
                 self._router.send(agent_identity(node), Shutdown())
-        await self._agent.stop(STOP_S)
+        # An agent that has not said hello yet cannot be asked.
+        await self._agent.stop(STOP_S if LOCAL_NODE in self._scheduler.cluster.nodes else 0.0)
         self._router.close()
+        self._remove_run_dir()
+
+    def _remove_run_dir(self) -> None:
         if self._config.run_dir is None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
 
@@ -198,7 +206,8 @@ class Head:
                 self._agent.greeted()
             case StepReport():
                 self._observer.on_report(message)
-            case RankExited():
+            case RankExited(node, device, generation, reason):
+                log.warning("rank %s:%d:%d ended: %s", node, device, generation, reason)
                 self._metrics.rank_restarts_total.inc()
             case Formed(instance, 0, num_pages, load_s, details):
                 log.info(

@@ -20,12 +20,17 @@ class Observer:
     # ---- as things happen
 
     def on_report(self, report: StepReport) -> None:
+        """To be called before the scheduler hears of it: it forgets requests that are finished."""
         instance = self._scheduler.cluster.instances.get(report.instance)
         if instance is None or not report.requests:
             return
         kind = "recompute" if any(step.recompute for step in report.requests) else "cache"
         self._metrics.step_seconds.labels(kind, instance.tp_degree).observe(report.duration_s)
         self._metrics.step_idle_seconds.observe(report.idle_s)
+        for step in report.requests:
+            request = self._scheduler.requests.get(step.request)
+            if request and request.spec.decoding.rule == "threshold":
+                self._metrics.threshold_used.observe(step.threshold)
 
     def on_action(self, action: Action) -> None:
         match action:
@@ -49,7 +54,6 @@ class Observer:
             metrics.first_unmask_seconds.observe(age_s)
         metrics.steps_total.labels("recompute" if update.recompute else "cache").inc()
         metrics.tokens_unmasked_total.inc(len(update.unmasked))
-        metrics.threshold_used.observe(update.threshold)
 
     def _on_finish(self, summary: Summary) -> None:
         self._metrics.request_seconds.observe(summary.latency_s)

@@ -34,14 +34,16 @@ from dlmserve.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 2**20
+BODY_LIMIT_S = 30.0  # for a body to arrive
 LONG_BODY_BYTES = 8 * 2**10  # tokenising more than this, some 10 ms, leaves the event loop
+PUBLIC = ("/health", "/ready", "/metrics")  # need no key
 HARMLESS_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def make_app(
     head: Head, tokenizer: Tokenizer, info: ModelInfo, config: ServerConfig, metrics: Metrics
 ) -> web.Application:
-    """Run it with handler_cancellation=True: that is how a client's leaving is noticed."""
+    """Run it with `make_runner`."""
     api = Api(head, tokenizer, info, config, metrics)
     app = web.Application(
         middlewares=[identify, render_errors, require_key(config.api_keys)], client_max_size=MAX_BODY_BYTES
@@ -55,6 +57,17 @@ def make_app(
     app.router.add_post("/v1/completions", api.completions)
     app.on_response_prepare.append(_add_request_id)
     return app
+
+
+def make_runner(app: web.Application, shutdown_timeout: float) -> web.AppRunner:
+    """A client that leaves cancels its handler; compressed bodies, which could be bombs, stay as they are."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,
+        shutdown_timeout=shutdown_timeout,
+        access_log=None,
+    )
 
 
 class Api:
@@ -108,7 +121,7 @@ class Api:
         return await self._generate(request, "text")
 
     async def _generate(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
-        body = await http.read()
+        body = await read_body(http)
         wanted = parse_request(endpoint, decode_json(body))
         self._check_model(wanted.model)
         with self._open():
@@ -152,6 +165,19 @@ class Api:
         return generation
 
 
+async def read_body(request: web.Request) -> bytes:
+    """Raises RequestError, HTTPRequestEntityTooLarge, HTTPRequestTimeout."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise RequestError(f"Content-Encoding is '{encoding[:40]}'; wanted a body that is not compressed")
+    try:
+        return await asyncio.wait_for(request.read(), BODY_LIMIT_S)
+    except asyncio.TimeoutError as error:
+        raise web.HTTPRequestTimeout from error
+    except web.RequestPayloadError as error:
+        raise RequestError(f"the body cannot be read: {error}") from error
+
+
 def as_json(data: dict, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(data), status=status, headers=headers, content_type="application/json"
@@ -175,7 +201,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
             logging.INFO if request.method == "POST" else logging.DEBUG,
             "%s %s",
             request.method,
-            request.path,
+            request.rel_url.raw_path,
             extra={"status": status, "duration_s": duration_s},
         )
 
@@ -188,18 +214,18 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except (DlmServeError, web.HTTPException) as error:
         failure = describe(error)
     except Exception as error:
-        log.exception("%s %s failed", request.method, request.path)
+        log.exception("%s %s failed", request.method, request.rel_url.raw_path)
         failure = describe(error)
     return as_json(failure.body, failure.status, failure.headers)
 
 
 def require_key(keys: tuple[str, ...]) -> Middleware:
-    """Bearer keys for /v1/*, compared in constant time; no keys configured: open."""
+    """Bearer keys for all that is not PUBLIC, compared in constant time; no keys configured: open."""
     known = [_digest(key) for key in keys]
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not known or not request.path.startswith("/v1/"):
+        if not known or request.path in PUBLIC:
             return await handler(request)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = _digest(key.strip())

@@ -20,7 +20,7 @@ from dlmserve.control.loop import Head
 from dlmserve.control.metrics import Metrics
 from dlmserve.errors import ConfigError, RequestError
 from dlmserve.logs import setup_logging
-from dlmserve.server.app import make_app
+from dlmserve.server.app import make_app, make_runner
 from dlmserve.server.specs import context_length, default_block_length
 from dlmserve.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ async def serve(config: ServerConfig, info: ModelInfo, tokenizer: Tokenizer) -> 
     metrics = Metrics()
     head = Head(config, info, metrics)
     app = make_app(head, tokenizer, info, config, metrics)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=WRITE_OUT_S, access_log=None)
+    runner = make_runner(app, WRITE_OUT_S)
     await runner.setup()
     try:
         url = await _listen(runner, config)

@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from dlmserve.messages import CacheMode
+
 MAX_FAILURES = 3  # formations in a row that failed before a slot counts as hopeless
 RETRY_S = 0.5  # wait before a failed formation is tried again; doubles up to
 MAX_RETRY_S = 30.0
@@ -68,6 +70,8 @@ class Instance:
     ranks: tuple[RankId, ...]  # by tp_rank
     max_num_seqs: int
     pages_by_rank: dict[int, int] = field(default_factory=dict)  # of the ranks that are ready
+    serving: bool = False  # all ranks are
+    num_pages: int = 0  # of the rank that has the fewest
     residents: dict[int, Residence] = field(default_factory=dict)
     num_pages_reserved: int = 0
     num_tokens: int = 0  # assigned: the canvases of its residents
@@ -77,17 +81,9 @@ class Instance:
     def tp_degree(self) -> int:
         return len(self.ranks)
 
-    @property
-    def serving(self) -> bool:
-        return len(self.pages_by_rank) == len(self.ranks)
-
-    @property
-    def num_pages(self) -> int:
-        return min(self.pages_by_rank.values(), default=0)
-
     def has_room(self, num_pages: int) -> bool:
         free = self.num_pages - self.num_pages_reserved
-        return self.serving and len(self.residents) < self.max_num_seqs and num_pages <= free
+        return num_pages <= free and len(self.residents) < self.max_num_seqs and self.serving
 
     def reserve(self, request: int, num_pages: int, num_tokens: int) -> None:
         self.residents[request] = Residence(num_pages, num_tokens)
@@ -225,8 +221,9 @@ class Cluster:
         if instance is None:
             return None
         instance.pages_by_rank[tp_rank] = num_pages
-        if not instance.serving:
+        if instance.serving or len(instance.pages_by_rank) < instance.tp_degree:
             return None
+        instance.serving, instance.num_pages = True, min(instance.pages_by_rank.values())
         instance.slot.num_failures = 0
         instance.slot.num_pages = instance.num_pages
         return instance
@@ -297,7 +294,7 @@ class Cluster:
         assert sorted(filled) == sorted(self.instances), "slots and instances differ"
 
 
-def num_pages(num_tokens: int, page_size: int, cache: str) -> int:
+def pages_needed(num_tokens: int, page_size: int, cache: CacheMode) -> int:
     """KV pages of a canvas; without a KV cache none."""
     return 0 if cache == "none" else math.ceil(num_tokens / page_size)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from dlmserve.config import ServerConfig
-from dlmserve.control.policy.cluster import Cluster, Instance, LostInstance, num_pages
+from dlmserve.control.policy.cluster import Cluster, Instance, LostInstance, pages_needed
 from dlmserve.control.policy.events import (
     Action,
     Arrived,
@@ -91,7 +91,7 @@ class Scheduler:
 
     def _arrived(self, now: float, event: Arrived) -> Iterator[Action]:
         decoding, length = event.spec.decoding, len(event.spec.canvas)
-        pages = num_pages(length, self._config.page_size, decoding.cache)
+        pages = pages_needed(length, self._config.page_size, decoding.cache)
         request = RequestState(event.request, event.spec, now, self._mask_id, pages)
         error = self._refusal(request)
         if error:
