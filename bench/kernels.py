@@ -2,18 +2,18 @@
 
     python -m bench.kernels [--full] [--json bench/results/kernels_cpu.json]
 
-"torch" is the product, a float32 softmax and the maximum; for bf16 weights the product is bf16, as a model in bf16
-has it. "onednn" is the same with the weights in oneDNN's packed layout (float32 only). Times are CPU time of the
-thread, so that other load on the machine counts for less. The bound of a shape is the larger of its bytes (weights
-read once, at the bandwidth of a copy) and its operations (at the measured peak of fused multiply-adds).
-The arg-max of each kernel is compared with that of float64 logits.
+"torch" is the product, a float32 softmax and the maximum; for bf16 weights the product is in bf16 too. "onednn"
+is the same with the weights in oneDNN's packed layout (float32 only). Times are CPU time of the thread, so that
+other load on the machine counts for less. The bound of a shape is the larger of its bytes (weights read once, at
+the bandwidth of a copy) and its operations (at the measured peak of fused multiply-adds). "wrong": rows whose
+arg-max is not that of float64 logits.
 """
 
 import argparse
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def fma_peak() -> float | None:
             return None
 
 
-def interleaved(runs: dict[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
+def interleaved(runs: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
     """Seconds of CPU time of each run."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -157,9 +157,7 @@ def measure_head(
 
 
 def measure_heads(full: bool, bytes_s: float, peak: float | None) -> list[dict]:
-    print(
-        f"{'LM head':28}{'kernel ms':>11}{'torch ms':>11}{'onednn ms':>11}{'speedup':>16}{'of bound':>10}   wrong"
-    )
+    row("LM head, ms", *HEAD_RUNS, "speedup", "of bound", "wrong")
     results = []
     for vocab, dim, dtype, rows in HEADS + (MORE_HEADS if full else []):
         weight = torch.empty(vocab, dim, dtype=dtype)
@@ -169,20 +167,19 @@ def measure_heads(full: bool, bytes_s: float, peak: float | None) -> list[dict]:
         for num_rows in rows:
             r = measure_head(weight, packed, num_rows, bytes_s, peak)
             results.append(r)
-            cells = [f"{r['seconds'][n]['median'] * 1e3:.2f}" if n in r["seconds"] else "" for n in HEAD_RUNS]
-            speedup = ", ".join(f"{x:.2f}" for x in r["speedup_over"].values())
-            name = f"{vocab} x {dim} {r['dtype']:8} M {num_rows}"
-            print(
-                f"{name:28}{cells[0]:>11}{cells[1]:>11}{cells[2]:>11}{speedup:>16}{r['share_of_bound']:>10.0%}"
-                f"   {r['wrong_tokens']} of {r['rows_checked']}",
-                flush=True,
+            row(
+                f"{vocab} x {dim} {r['dtype']} M {num_rows}",
+                *(f"{r['seconds'][n]['median'] * 1e3:.2f}" if n in r["seconds"] else "" for n in HEAD_RUNS),
+                ", ".join(f"{x:.2f}" for x in r["speedup_over"].values()),
+                f"{r['share_of_bound']:.0%}",
+                "/".join(map(str, r["wrong_tokens"].values())) + f" of {r['rows_checked']}",
             )
     return results
 
 
 def measure_passes() -> dict:
     """What reads no weights: rows of given logits, and sampling (torch: softmax and multinomial)."""
-    print(f"\n{'pass over logits':28}{'kernel us':>11}{'torch us':>11}")
+    row("\npass over logits, us", "kernel", "torch")
     results = {}
     for num_rows, vocab in ((16, 1088), (32, 126_464)):
         logits, rows = torch.randn(num_rows, vocab) * 3, torch.arange(num_rows)
@@ -210,25 +207,26 @@ def measure_passes() -> dict:
 
 def timed_pass(name: str, kernel: Callable, plain: Callable | None = None) -> dict:
     times = interleaved({"kernel": kernel} | ({"torch": plain} if plain else {}))
-    print(f"{name:28}" + "".join(f"{t['median'] * 1e6:>11.1f}" for t in times.values()))
+    row(name, *(f"{t['median'] * 1e6:.1f}" for t in times.values()))
     return {name: times}
 
 
 def measure_linears() -> list[dict]:
     """worker/linear.py: oneDNN's packed layout against the plain product."""
-    print(f"\n{'linear T x K x N':28}{'packed us':>11}{'plain us':>11}{'speedup':>16}")
+    row("\nlinear T x K x N, us", "packed", "plain", "speedup")
     results = []
     for num_tokens, width, out in LINEARS:
         weight, x = torch.randn(out, width), torch.randn(num_tokens, width)
         times = interleaved({"packed": partial(Linear(weight), x), "plain": partial(F.linear, x, weight)})
         packed, plain = times["packed"]["median"], times["plain"]["median"]
-        print(
-            f"{f'{num_tokens} x {width} x {out}':28}{packed * 1e6:>11.1f}{plain * 1e6:>11.1f}{plain / packed:>16.2f}"
-        )
-        results.append(
-            {"tokens": num_tokens, "in": width, "out": out, "seconds": times, "speedup": plain / packed}
-        )
+        ratio = plain / packed
+        row(f"{num_tokens} x {width} x {out}", f"{packed * 1e6:.1f}", f"{plain * 1e6:.1f}", f"{ratio:.2f}")
+        results.append({"tokens": num_tokens, "in": width, "out": out, "seconds": times, "speedup": ratio})
     return results
+
+
+def row(name: str, *cells: str) -> None:
+    print(f"{name:30}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
 
 
 def main() -> None:

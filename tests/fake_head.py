@@ -65,14 +65,14 @@ class Running:
 
 
 class FakeHead:
-    """`paused`: steps happen only in `step()`. `refuse`: what submit raises. `fail_at`: a step that fails."""
+    """`paused`: steps happen only in `step()`. `refuse`: what submit raises. `fail_at`: steps that fail."""
 
     def __init__(self, script: Script, paused: bool = False, eos_ids: tuple[int, ...] = (EOS, 4)) -> None:
         self.ready, self.draining = True, False
         self.script, self.paused, self.eos_ids = script, paused, eos_ids
         self.refuse: DlmServeError | None = None
         self.refuse_after = 0  # submissions that are still taken
-        self.fail_at: dict[int, DlmServeError] = {}  # by step
+        self.fail_at: dict[tuple[int, int], DlmServeError] = {}  # by request number and step
         self.specs: list[RequestSpec] = []
         self.cancelled: list[tuple[int, str]] = []
         self.running: dict[int, Running] = {}
@@ -104,7 +104,7 @@ class FakeHead:
     def step(self, number: int) -> None:
         """One denoising step of one request."""
         run = self.running[number]
-        error = self.fail_at.get(run.num_steps + 1)
+        error = self.fail_at.get((number, run.num_steps + 1))
         if error is not None:
             del self.running[number]
             return run.sink.on_error(error)

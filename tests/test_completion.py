@@ -240,7 +240,7 @@ def test_leaving_a_generation_cancels_what_still_runs() -> None:
 def test_the_first_error_of_any_choice_ends_the_wait() -> None:
     async def story() -> None:
         head = FakeHead(scripted(TOKENIZER.encode("abc")), paused=True)
-        head.fail_at = {1: NotFinite("nan")}
+        head.fail_at = {(2, 1): NotFinite("nan")}
         with make_generation(head, 2) as generation:
             head.step(2)
             with pytest.raises(NotFinite):

@@ -84,13 +84,11 @@ def serve(run_dir: Path, story: Callable[[Head], Awaitable[None]], **settings) -
     asyncio.run(asyncio.wait_for(told(), LIMIT_S))
 
 
-def agent_pid(run_dir: Path) -> int:
-    """The process that was started for this head."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        command = folder.joinpath("cmdline")
-        if command.exists() and f"ipc://{run_dir}/head.sock".encode() in command.read_bytes():
-            return int(folder.name)
-    raise AssertionError("no agent runs")
+def agent_pid(head: Head) -> int:
+    """The process that this head started."""
+    process = head._agent._process
+    assert process
+    return process.pid
 
 
 def test_requests_run_and_are_told_everything(tmp_path: Path) -> None:
@@ -162,7 +160,7 @@ def test_requests_survive_the_death_of_the_whole_node(tmp_path: Path) -> None:
 
         def kill_once(position: int) -> None:
             if position == 60 and not killed:
-                killed.append(agent_pid(tmp_path))
+                killed.append(agent_pid(head))
                 os.kill(killed[0], signal.SIGKILL)
 
         client = Client(kill_once)
@@ -220,7 +218,7 @@ def test_stopping_ends_requests_and_processes(tmp_path: Path) -> None:
     async def story(head: Head) -> None:
         client = Client()
         head.submit(spec(2000), client)
-        pid = agent_pid(tmp_path)
+        pid = agent_pid(head)
         await head.stop()
         with pytest.raises(Unavailable):
             await client.end
@@ -233,7 +231,7 @@ def test_stopping_before_the_node_is_up_leaves_no_process_either(tmp_path: Path)
     async def story() -> None:
         head = make_head(tmp_path)
         await head.start()
-        pid = agent_pid(tmp_path)
+        pid = agent_pid(head)
         await head.stop()
         assert not Path(f"/proc/{pid}").exists()
 

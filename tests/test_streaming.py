@@ -129,10 +129,10 @@ def test_an_error_before_the_first_event_has_its_own_status_a_later_one_is_an_ev
     head = FakeHead(scripted(HELLO))
 
     async def story(client: Client) -> None:
-        head.fail_at = {1: NotFinite("logits are NaN")}
+        head.fail_at = {(1, 1): NotFinite("logits are NaN")}
         status, body = await client.post(CHAT, {**HI, "stream": True})
         assert (status, body["error"]["code"]) == (500, "not_finite")
-        head.fail_at = {3: NotFinite("logits are NaN")}
+        head.fail_at = {(2, 3): NotFinite("logits are NaN")}
         events = await client.events(CHAT, HI)
         assert events[-1]["error"] == {
             "message": "logits are NaN",
@@ -146,6 +146,28 @@ def test_an_error_before_the_first_event_has_its_own_status_a_later_one_is_an_ev
 
 
 # ---- clients that are slow, and clients that leave
+
+
+def test_the_error_of_one_choice_ends_the_stream_of_all() -> None:
+    head = FakeHead(scripted(HELLO), paused=True)
+    head.fail_at = {(2, 2): NotFinite("logits are NaN")}
+
+    async def story(client: Client) -> None:
+        body = {"prompt": "a", "n": 2, "temperature": 1, "max_tokens": 2, "stream": True}
+        sent = asyncio.ensure_future(client.session.post(TEXT, json=body))
+        await until(lambda: len(head.specs) == 2)
+        head.step(1)
+        async with await sent as response:
+            await response.content.readuntil(b"\n\n")
+            for number in (2, 2, 1):  # the second fails, the first is complete, before a chunk is written
+                head.step(number)
+            *chunks, error = parse_events(await response.read())
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == ["length", None]
+        assert not any("usage" in chunk for chunk in chunks)
+        assert error["error"]["code"] == "not_finite"
+
+    run(story, head)
+
 
 NUM_STEPS = 400
 # More than the socket buffers hold: some 1.5 KB of logprobs for each token.

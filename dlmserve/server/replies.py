@@ -45,7 +45,7 @@ class Reply:
             piece = completion.take() or Piece()
             choice = self._choice(piece)
             if len(generation.completions) > 1:
-                choice["dlm"] = _account([completion])
+                choice["dlm"] = account([completion])
             choices.extend({"index": index, **choice} for index in completion.choices)
         return {
             "object": "chat.completion" if self._chat else "text_completion",
@@ -113,7 +113,7 @@ class Reply:
             "completion_tokens": num_tokens,
             "total_tokens": self._num_prompt_tokens + num_tokens,
         }
-        return {"usage": usage, "dlm": _account(generation.completions)}
+        return {"usage": usage, "dlm": account(generation.completions)}
 
     def _logprobs(self, tokens: list[Token]) -> dict | None:
         if self._request.logprobs is None:
@@ -157,7 +157,7 @@ def _log(confidence: float) -> float:
     return max(math.log(confidence), LEAST_LOGPROB) if confidence > 0 else LEAST_LOGPROB
 
 
-def _account(completions: Sequence[Completion]) -> dict:
+def account(completions: Sequence[Completion]) -> dict:
     """The `dlm` object of some finished decodings of one request."""
     summaries = [c.summary for c in completions if c.summary is not None]
     num_steps = sum(summary.steps for summary in summaries)

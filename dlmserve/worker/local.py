@@ -87,6 +87,7 @@ class LocalInstance:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
+            process.kill()  # nothing of it is worth an orderly end of torch, which takes a second
             process.join()
         self._pipes, self._processes = [], []
         self._engine.close()
@@ -99,6 +100,7 @@ def _rank_device(device: str, rank: int) -> str:
 
 def _follow(pipe: Connection, form: Form, device: str) -> None:
     """A child rank: the same engine on the same orders, until the pipe is closed."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // form.tp_degree))  # the ranks share the cores
     group = make_group(form.store_path, form.tp_rank, form.tp_degree, device, form.collective_timeout_s)
     engine: Engine = build_engine(form, device, group)
     while True:
