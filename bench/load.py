@@ -8,11 +8,15 @@ over, then reads the gauges. Bounded in clients and in time; loopback only.
 
 import argparse
 import asyncio
+import http.client
 import json
 import re
 import subprocess
 import sys
 import time
+from multiprocessing import Queue, get_context
+from multiprocessing.synchronize import Event
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -50,24 +54,42 @@ async def stream(session: aiohttp.ClientSession, prompt: str) -> dict:
     return {"first_s": first, "total_s": time.perf_counter() - began, "text": text}
 
 
-async def probe_health(session: aiohttp.ClientSession, stop: asyncio.Event) -> list[float]:
+def probe_health(base: str, stop: Event, out: Queue) -> None:
+    """In a process of its own, so that the clients' work is not taken for the server's."""
+    address = urlsplit(base)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
     times = []
-    while not stop.is_set():
+    while not stop.wait(0.02):
         began = time.perf_counter()
-        async with session.get("/health") as response:
-            response.raise_for_status()
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        response.read()
+        assert response.status == 200
         times.append(time.perf_counter() - began)
-        await asyncio.sleep(0.02)
-    return times
+    out.put(times)
 
 
-async def read_metrics(session: aiohttp.ClientSession) -> dict[str, float]:
+async def read_metrics(session: aiohttp.ClientSession) -> str:
     async with session.get("/metrics") as response:
-        text = await response.text()
+        return await response.text()
+
+
+def sums(text: str) -> dict[str, float]:
+    """Each metric, added up over its labels."""
     values: dict[str, float] = {}
     for name, value in re.findall(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", text, re.MULTILINE):
         values[name] = values.get(name, 0.0) + float(value)
     return values
+
+
+def idle_quantiles(text: str) -> dict[str, float]:
+    """Upper bounds, by histogram bucket, of the time between two steps of a busy instance."""
+    found = re.findall(r'^dlmserve_step_idle_seconds_bucket\{le="([^"]+)"\} ([0-9.e+]+)$', text, re.MULTILINE)
+    buckets = [(1e3 * float(bound), float(count)) for bound, count in found]
+    total = buckets[-1][1] if buckets else 0.0
+    return {
+        f"p{q}": next((bound for bound, count in buckets if count >= total * q / 100), 0.0) for q in (50, 90, 99)
+    }
 
 
 async def measure(base: str, num_clients: int, seed: int) -> dict:
@@ -75,16 +97,19 @@ async def measure(base: str, num_clients: int, seed: int) -> dict:
     connector = aiohttp.TCPConnector(limit=0)
     limit = aiohttp.ClientTimeout(total=TOTAL_LIMIT_S)
     async with aiohttp.ClientSession(base, connector=connector, timeout=limit) as session:
-        stop = asyncio.Event()
-        health = asyncio.create_task(probe_health(session, stop))
+        context = get_context("spawn")
+        stop, out = context.Event(), context.Queue()
+        prober = context.Process(target=probe_health, args=(base, stop, out))
+        prober.start()
         began = time.perf_counter()
         answers = await asyncio.gather(*(stream(session, p.prompt) for p in problems))
         total_s = time.perf_counter() - began
         stop.set()
-        health_s = sorted(await health)
-        metrics = await read_metrics(session)
+        health_s = sorted(await asyncio.to_thread(out.get))
+        prober.join()
+        text = await read_metrics(session)
+        metrics = sums(text)
     good = [a for a in answers if "error" not in a]
-    idle_count = metrics.get("dlmserve_step_idle_seconds_count", 0.0)
     return {
         "clients": num_clients,
         "failed": [a["error"] for a in answers if "error" in a],
@@ -93,7 +118,8 @@ async def measure(base: str, num_clients: int, seed: int) -> dict:
         "latency_s": report.spread([a["total_s"] for a in good]),
         "health_ms": {"p50": 1e3 * health_s[len(health_s) // 2], "p99": 1e3 * health_s[int(len(health_s) * 0.99)]},
         "left_over": {name: metrics.get(f"dlmserve_{name}", 0.0) for name in GAUGES},
-        "mean_idle_ms": 1e3 * metrics.get("dlmserve_step_idle_seconds_sum", 0.0) / max(1.0, idle_count),
+        "idle_at_most_ms": idle_quantiles(text),
+        "head_cpu_s": metrics.get("process_cpu_seconds_total", 0.0),
         "head_rss_mb": metrics.get("process_resident_memory_bytes", 0.0) / 2**20,
     }
 

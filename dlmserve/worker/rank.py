@@ -124,7 +124,9 @@ def main(argv: list[str] | None = None) -> None:
     from dlmserve.worker.engine import build_engine
     from dlmserve.worker.parallel import make_group
 
-    if args.device != "cpu":
+    if args.device == "cpu":
+        os.nice(5)  # the head lives on the same cores and must answer at once
+    else:
         torch.cuda.set_device(args.device)
         torch.empty(1, device=args.device)  # makes the context now, not while an instance is formed
     identity = f"{args.node}:{args.index}:{args.generation}"
