@@ -27,7 +27,10 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 class Server:
-    """Serves when the constructor returns; everything that it logged is in `lines`."""
+    """Serves when the constructor returns; everything that it logged is in `lines`.
+
+    A context manager: what still runs at its end is killed.
+    """
 
     def __init__(self, *flags: str) -> None:
         command = [sys.executable, "-m", "dlmserve", "--port", "0", "--device", "cpu", *flags]
@@ -37,8 +40,18 @@ class Server:
         self.url = ""
         self._serving = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
-        assert self._serving.wait(LIMIT_S) and self.url, "".join(self.lines)
+        if not self._serving.wait(LIMIT_S) or not self.url:
+            self.process.kill()
+            raise AssertionError("the server does not serve: " + "".join(self.lines))
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.stop(signal.SIGKILL)
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -97,7 +97,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 @PROPERTY
 @given(
-    num_rows=st.one_of(st.integers(0, 20), st.sampled_from([32, 129])),
+    num_rows=st.sampled_from([0, 1, 3, 4, 8, 9, 20, 129]),
     num_tokens=st.integers(0, 130),
     dim=st.sampled_from([1, 3, 17, 64, 515, 1030]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -116,7 +116,7 @@ def test_head_rows_are_those_of_the_whole_product(
 
 
 @PROPERTY
-@given(data=st.data(), num_rows=st.integers(0, 4), num_tokens=st.integers(0, 100), padding=st.integers(0, 3))
+@given(data=st.data(), num_rows=st.integers(0, 3), num_tokens=st.integers(0, 40), padding=st.integers(0, 3))
 def test_logit_rows_agree_on_any_values_and_row_stride(backend, data, num_rows, num_tokens, padding):
     values = st.one_of(
         st.sampled_from([0.0, -0.0, 1.0, INF, -INF, NAN, 300.0]), st.floats(-100, 100, width=32)
@@ -124,7 +124,7 @@ def test_logit_rows_agree_on_any_values_and_row_stride(backend, data, num_rows, 
     row = st.lists(values, min_size=num_tokens + padding, max_size=num_tokens + padding)
     logits = torch.tensor(data.draw(st.lists(row, min_size=num_rows, max_size=num_rows)), dtype=torch.float32)
     logits = logits.reshape(num_rows, num_tokens + padding)[:, :num_tokens]
-    banned = tuple(sorted(data.draw(st.sets(st.integers(0, 100), max_size=5))))
+    banned = tuple(sorted(data.draw(st.sets(st.integers(0, 40), max_size=5))))
     assert_same(backend.logit_rows(logits, 0, banned), reference.logit_rows(logits, 0, banned))
 
 
@@ -278,7 +278,8 @@ def test_draws_follow_the_softmax_whichever_key_varies(backend, varied):
 
 def chosen(backend: Backend, confidences: list[float], rule: int, value: float) -> list[int]:
     offsets, rules = torch.tensor([0, len(confidences)]), torch.tensor([rule])
-    unmask = backend.select(torch.tensor(confidences), offsets, rules, torch.tensor([value]).double())
+    values = torch.tensor([value], dtype=torch.float64)
+    unmask = backend.select(torch.tensor(confidences), offsets, rules, values)
     return unmask.nonzero()[:, 0].tolist()
 
 

@@ -25,16 +25,16 @@ FREE = {"ignore_eos": True}  # the answer has exactly max_tokens tokens
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server("--dtype", "float32", "--max-num-seqs", "64")
-    yield server
-    assert server.stop() == 0
+    with Server("--dtype", "float32", "--max-num-seqs", "64") as server:
+        yield server
+        assert server.stop() == 0
 
 
 @pytest.fixture(scope="module")
 def tp2_server() -> Iterator[Server]:
-    server = Server("--dtype", "float32", "--tp-layout", "2")
-    yield server
-    assert server.stop() == 0
+    with Server("--dtype", "float32", "--tp-layout", "2") as server:
+        yield server
+        assert server.stop() == 0
 
 
 def chat(server: Server, **fields: Any) -> Any:
@@ -337,10 +337,9 @@ def test_clients_that_leave_free_their_pages_and_stop_their_steps(server: Server
 
 
 def test_repeated_tokens_of_a_random_model_are_no_reason_to_stop() -> None:
-    server = Server("--load-format", "dummy", "--dtype", "float32")
-    answer = chat(server, max_tokens=64, extra_body=FREE)
+    with Server("--load-format", "dummy", "--dtype", "float32") as server:
+        answer = chat(server, max_tokens=64, extra_body=FREE)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (64, "length")
-    assert server.stop() == 0
 
 
 def test_all_metrics_are_there(server: Server) -> None:
@@ -358,13 +357,11 @@ def test_all_metrics_are_there(server: Server) -> None:
 
 
 def test_two_instances_share_the_load() -> None:
-    server = Server("--dtype", "float32", "--tp-layout", "1,1")
-    eventually(lambda: server.get("/v1/cluster").count('"serving"') == 2, "two instances serve")
-
-    async def story() -> list[str]:
+    async def story(server: Server) -> list[str]:
         async with server.async_client() as client:
             answers = await gather(*(client.completions.create(**long_body()) for _ in range(4)))
         return list(itertools.chain.from_iterable(answer.dlm["instances"] for answer in answers))
 
-    assert len(set(asyncio.run(story()))) == 2
-    assert server.stop() == 0
+    with Server("--dtype", "float32", "--tp-layout", "1,1") as server:
+        eventually(lambda: server.get("/v1/cluster").count('"serving"') == 2, "two instances serve")
+        assert len(set(asyncio.run(story(server)))) == 2

@@ -61,7 +61,7 @@ def load(folder: Path) -> Tokenizer:
 def train(vocab_size: int, num_problems: int, seed: int) -> Tokenizer:
     """Trains on problems of the train split; the words of the pools weigh in with and without a space."""
     rng = random.Random(seed)
-    pools = (tasks.NAMES, tasks.CITIES, tasks.ITEMS, tasks.JOBS, tasks.WORDS, tasks.MONTHS, tasks.DAYS)
+    pools = (tasks.NAMES, tasks.CITIES, tasks.ITEMS, tasks.JOBS, tasks.WORDS)
     corpus = ["user", "assistant", "system", "\n\n"] * 20_000
     corpus += [form for pool in pools for word in pool for form in (word, f" {word}")] * 300
     for _ in range(num_problems):
