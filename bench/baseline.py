@@ -18,7 +18,10 @@ class PlainModel:
 
     def __init__(self, folder: str) -> None:
         self.config = json.loads((Path(folder) / "config.json").read_text())
-        self.w = {k.removeprefix("model.transformer."): v for k, v in load_file(f"{folder}/model.safetensors").items()}
+        self.w = {
+            k.removeprefix("model.transformer."): v
+            for k, v in load_file(f"{folder}/model.safetensors").items()
+        }
         head_dim = self.config["d_model"] // self.config["n_heads"]
         inverse = 1.0 / self.config["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
         angles = torch.outer(torch.arange(self.config["max_sequence_length"]).float(), inverse)
@@ -36,7 +39,9 @@ class PlainModel:
     def _block(self, x: Tensor, p: str, start: int, end: int, cache: list, i: int, full: bool) -> Tensor:
         w, y = self.w, self._norm(x, f"{p}attn_norm.weight")
         q, k, v = (
-            F.linear(y, w[f"{p}{n}_proj.weight"]).view(1, end - start, self.config["n_heads"], -1).transpose(1, 2)
+            F.linear(y, w[f"{p}{n}_proj.weight"])
+            .view(1, end - start, self.config["n_heads"], -1)
+            .transpose(1, 2)
             for n in "qkv"
         )
         q, k = self._rotate(q, start, end), self._rotate(k, start, end)
@@ -61,7 +66,12 @@ class PlainModel:
 
 @torch.inference_mode()
 def decode(
-    model: PlainModel, prompt: list[int], gen_length: int, block_length: int, threshold: float, cache_mode: str
+    model: PlainModel,
+    prompt: list[int],
+    gen_length: int,
+    block_length: int,
+    threshold: float,
+    cache_mode: str,
 ) -> list[int]:
     """Generated ids; `cache_mode` "none" | "prefix" | "dual"."""
     mask_id = model.config["mask_token_id"]

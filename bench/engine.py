@@ -50,7 +50,10 @@ def write_checkpoint(folder: str, seed: int) -> None:
         return random.standard_normal((rows, columns), dtype=np.float32) * (scale / math.sqrt(columns))
 
     root = "model.transformer."
-    tensors = {f"{root}wte.weight": matrix(vocab, d, math.sqrt(d)), f"{root}ff_out.weight": matrix(vocab, d, 10.0)}
+    tensors = {
+        f"{root}wte.weight": matrix(vocab, d, math.sqrt(d)),
+        f"{root}ff_out.weight": matrix(vocab, d, 10.0),
+    }
     tensors[f"{root}ln_f.weight"] = np.ones(d, dtype=np.float32)
     for i in range(c["n_layers"]):
         block = f"{root}blocks.{i}."
@@ -71,7 +74,9 @@ def timed(run: Callable[[], list[list[int]]], times: list[float]) -> list[list[i
 
 
 def measure(llm: LLM, plain: PlainModel, cache: str, prompts: list[list[int]], repeats: int) -> dict:
-    params = DecodingParams(gen_length=OUTPUT, block_length=BLOCK, threshold=THRESHOLD, cache=cache, ignore_eos=True)  # type: ignore[arg-type]
+    params = DecodingParams(
+        gen_length=OUTPUT, block_length=BLOCK, threshold=THRESHOLD, cache=cache, ignore_eos=True
+    )  # type: ignore[arg-type]
     runs: dict[str, Callable[[], list[list[int]]]] = {
         "baseline": lambda: [decode(plain, prompts[0], OUTPUT, BLOCK, THRESHOLD, cache)],
         "batch_1": lambda: [c.token_ids for c in llm.generate(prompts[:1], params)],
@@ -82,7 +87,8 @@ def measure(llm: LLM, plain: PlainModel, cache: str, prompts: list[list[int]], r
         out = {name: timed(run, times[name]) for name, run in runs.items()}
     same = out["baseline"][0] == out["batch_1"][0] == out["batch_8"][0]
     rates = {
-        name: report.spread([len(out[name]) * OUTPUT / t for t in samples[1:]]) for name, samples in times.items()
+        name: report.spread([len(out[name]) * OUTPUT / t for t in samples[1:]])
+        for name, samples in times.items()
     }
     base = rates["baseline"]["median"]
     ratios = {name: rates[name]["median"] / base for name in ("batch_1", "batch_8")}
@@ -91,7 +97,9 @@ def measure(llm: LLM, plain: PlainModel, cache: str, prompts: list[list[int]], r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=2)

@@ -88,7 +88,8 @@ def idle_quantiles(text: str) -> dict[str, float]:
     buckets = [(1e3 * float(bound), float(count)) for bound, count in found]
     total = buckets[-1][1] if buckets else 0.0
     return {
-        f"p{q}": next((bound for bound, count in buckets if count >= total * q / 100), 0.0) for q in (50, 90, 99)
+        f"p{q}": next((bound for bound, count in buckets if count >= total * q / 100), 0.0)
+        for q in (50, 90, 99)
     }
 
 
@@ -116,7 +117,10 @@ async def measure(base: str, num_clients: int, seed: int) -> dict:
         "right": sum(tasks.score(p, a.get("text", "")) for p, a in zip(problems, answers, strict=True)),
         "requests_per_s": num_clients / total_s,
         "latency_s": report.spread([a["total_s"] for a in good]),
-        "health_ms": {"p50": 1e3 * health_s[len(health_s) // 2], "p99": 1e3 * health_s[int(len(health_s) * 0.99)]},
+        "health_ms": {
+            "p50": 1e3 * health_s[len(health_s) // 2],
+            "p99": 1e3 * health_s[int(len(health_s) * 0.99)],
+        },
         "left_over": {name: metrics.get(f"dlmserve_{name}", 0.0) for name in GAUGES},
         "idle_at_most_ms": idle_quantiles(text),
         "head_cpu_s": metrics.get("process_cpu_seconds_total", 0.0),
@@ -140,7 +144,9 @@ def start_server(args: list[str]) -> tuple[subprocess.Popen, str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=200, help="streams at once (at most 1000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the results here")

@@ -10,9 +10,15 @@ from statistics import median
 
 def machine() -> dict:
     model = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        "unknown",
     )
-    return {"cpu": model, "cores": os.cpu_count(), "arch": platform.machine(), "python": platform.python_version()}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "arch": platform.machine(),
+        "python": platform.python_version(),
+    }
 
 
 def commit() -> str:
@@ -36,7 +42,9 @@ def spread(samples: list[float]) -> dict[str, float]:
 
 
 def _git(root: Path, *args: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *args], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(root), *args], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def _lines(path: str) -> list[str]:

@@ -91,7 +91,9 @@ def read_model_info(folder: str, name: str | None = None) -> ModelInfo:
     family = _family(config, folder)
     mask_id = _first(config.get("mask_token_id"), generation.get("mask_token_id"))
     if mask_id is None:
-        raise CheckpointError(f"{folder}/config.json has no mask_token_id: a diffusion language model needs one")
+        raise CheckpointError(
+            f"{folder}/config.json has no mask_token_id: a diffusion language model needs one"
+        )
     llada = family == "llada"
     return ModelInfo(
         path=folder,

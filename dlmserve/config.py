@@ -61,7 +61,9 @@ class ServerConfig:
         }
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
-                raise ConfigError(f"{flag(name)} is {getattr(self, name)!r}; wanted one of: {', '.join(wanted)}")
+                raise ConfigError(
+                    f"{flag(name)} is {getattr(self, name)!r}; wanted one of: {', '.join(wanted)}"
+                )
         for degree in self.tp_layout:
             if degree not in (1, 2, 4, 8):
                 raise ConfigError(f"--tp-layout has TP degree {degree}; wanted 1, 2, 4 or 8")
@@ -91,7 +93,9 @@ def parse_refresh(text: str) -> int:
         return 1
     match = re.fullmatch(r"response:([1-9]\d*)", text)
     if not match:
-        raise ConfigError(f"--refresh is {text!r}; wanted 'full' or 'response:K' with K at least 1, e.g. response:4")
+        raise ConfigError(
+            f"--refresh is {text!r}; wanted 'full' or 'response:K' with K at least 1, e.g. response:4"
+        )
     return int(match[1])
 
 

@@ -151,7 +151,8 @@ class LLM:
         num_masks = -(-gen_length // block) * block
         if len(ids) + num_masks > self._max_len:
             raise ContextTooLong(
-                f"prompt of {len(ids)} tokens + canvas of {num_masks} exceeds the context of {self._max_len}", "gen_length"
+                f"prompt of {len(ids)} tokens + canvas of {num_masks} exceeds the context of {self._max_len}",
+                "gen_length",
             )
         return Admit(
             request=index,
@@ -165,7 +166,9 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError("this model folder has no tokenizer.json: give prompts as token ids", "prompts")
+                raise RequestError(
+                    "this model folder has no tokenizer.json: give prompts as token ids", "prompts"
+                )
             return self.tokenizer.encode_prompt(prompt)
         self._check_ids(prompt, allow_mask=False)
         return list(prompt)
@@ -197,7 +200,9 @@ class LLM:
                 out.token_ids = out.token_ids[:-1]
 
 
-def make_decoding(params: DecodingParams, info: ModelInfo, cache: CacheMode, index: int) -> tuple[Decoding, int]:
+def make_decoding(
+    params: DecodingParams, info: ModelInfo, cache: CacheMode, index: int
+) -> tuple[Decoding, int]:
     """The wire form of `params`, and the output length. Raises RequestError naming the parameter."""
     from dlmserve.config import parse_refresh
 
@@ -205,7 +210,9 @@ def make_decoding(params: DecodingParams, info: ModelInfo, cache: CacheMode, ind
     gen_length = params.gen_length if params.gen_length is not None else defaults.get("gen_length", 128)
     block = params.block_length if params.block_length is not None else defaults.get("block_length", 32)
     if gen_length < 1 or block < 1:
-        raise RequestError(f"gen_length is {gen_length} and block_length {block}; wanted at least 1", "gen_length")
+        raise RequestError(
+            f"gen_length is {gen_length} and block_length {block}; wanted at least 1", "gen_length"
+        )
     given = {"threshold": params.threshold, "factor": params.factor, "steps": params.steps}
     rules: list[RuleName] = [name for name, value in given.items() if value is not None]  # type: ignore[misc]
     if len(rules) > 1:
@@ -217,7 +224,7 @@ def make_decoding(params: DecodingParams, info: ModelInfo, cache: CacheMode, ind
         if value < num_blocks or value % num_blocks:
             raise RequestError(f"steps is {value}; wanted a multiple of the {num_blocks} blocks", "steps")
         value //= num_blocks
-    elif not 0.0 < value:
+    elif value <= 0.0:
         raise RequestError(f"{rule} is {value}; wanted a positive number", rule)
     seed = params.seed if params.seed is not None else secrets.randbits(62)
     return (

@@ -222,9 +222,7 @@ class Leave(Message):
     """Leader to followers: the instance is dissolved."""
 
 
-ToHead = (
-    RankHello | RankExited | AgentHello | Heartbeat | Formed | FormFailed | Dissolved | StepReport
-)
+ToHead = RankHello | RankExited | AgentHello | Heartbeat | Formed | FormFailed | Dissolved | StepReport
 ToPeer = Form | Dissolve | Command | Heartbeat | RestartRank | Shutdown
 ToFollower = RunStep | Leave
 

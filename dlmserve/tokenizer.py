@@ -29,7 +29,9 @@ class Tokenizer:
         self._plain = FastTokenizer.from_file(str(path))
         self._plain.encode_special_tokens = True
         config = read_json(folder, "tokenizer_config.json")
-        self._special = {k: _content(config[k]) for k in ("bos_token", "eos_token", "pad_token") if config.get(k)}
+        self._special = {
+            k: _content(config[k]) for k in ("bos_token", "eos_token", "pad_token") if config.get(k)
+        }
         names = [t.content for t in self._fast.get_added_tokens_decoder().values() if t.special]
         self._special_pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
         self._template = _load_template(folder, config)
@@ -47,7 +49,9 @@ class Tokenizer:
         if self.bos_id is not None and (self.add_bos or not ids):
             return [self.bos_id, *ids]
         if not ids:
-            raise RequestError("the prompt is empty and this model has no start token; give at least one token", "prompt")
+            raise RequestError(
+                "the prompt is empty and this model has no start token; give at least one token", "prompt"
+            )
         return ids
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -63,7 +67,9 @@ class Tokenizer:
         try:
             text = self._template.render(messages=safe, add_generation_prompt=True, **self._special)
         except TemplateError as error:
-            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", "messages"
+            ) from error
         ids: list[int] = []
         for i, piece in enumerate(self._special_pattern.split(text) if self._special_pattern else [text]):
             if i % 2:  # a special token of the template

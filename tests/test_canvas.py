@@ -21,7 +21,14 @@ MASK, EOS = 99, 98
     data=st.data(),
 )
 def test_every_column_is_unmasked_once_block_by_block(
-    prompt: int, num_masks: int, suffix: int, block: int, cache: str, refresh: int, shifted: bool, data: st.DataObject
+    prompt: int,
+    num_masks: int,
+    suffix: int,
+    block: int,
+    cache: str,
+    refresh: int,
+    shifted: bool,
+    data: st.DataObject,
 ) -> None:
     limit = prompt + data.draw(st.integers(1, num_masks))
     canvas = [1] * prompt + [MASK] * num_masks + [2] * suffix
@@ -43,9 +50,13 @@ def test_every_column_is_unmasked_once_block_by_block(
             assert span.is_whole or (refresh > 1 and span.start == prompt and span.end == len(canvas))
         else:
             assert span.start == block_start
-            assert span.end == (len(canvas) if cache == "prefix" else min(block_start + block, prompt + num_masks))
+            assert span.end == (
+                len(canvas) if cache == "prefix" else min(block_start + block, prompt + num_masks)
+            )
         last_block = resident.block
-        picked = columns if plan.forced else data.draw(st.lists(st.sampled_from(columns), min_size=1, unique=True))
+        picked = (
+            columns if plan.forced else data.draw(st.lists(st.sampled_from(columns), min_size=1, unique=True))
+        )
         seen |= set(picked)
         token = data.draw(st.sampled_from([3, 3, 3, EOS]))
         finished = resident.unmask(np.array(sorted(picked)), np.full(len(picked), token))

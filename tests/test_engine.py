@@ -26,7 +26,9 @@ def make_engine(golden_folder: Callable[[str], str]) -> Callable[..., Engine]:
     return make
 
 
-def admit(request: int, prompt: list[int], suffix: tuple[int, ...] = (), masks: int = 16, **decoding: object) -> Admit:
+def admit(
+    request: int, prompt: list[int], suffix: tuple[int, ...] = (), masks: int = 16, **decoding: object
+) -> Admit:
     options = {"block_length": 8, "ignore_eos": True, **decoding}
     start, end = len(prompt), len(prompt) + masks
     return Admit(request, [*prompt, *[MASK] * masks, *suffix], start, end, end, Decoding(**options))  # type: ignore[arg-type]
@@ -81,7 +83,10 @@ def test_requests_join_between_two_steps_and_leave_when_done(make_engine: Callab
     results += run(engine)
     assert tokens_of(results, 1) == solo(make_engine, late)
     assert tokens_of(results, 0) == solo(make_engine, long)
-    last_of = {r: max(i for i, res in enumerate(results) if any(s.request == r for s in res.requests)) for r in (0, 1)}
+    last_of = {
+        r: max(i for i, res in enumerate(results) if any(s.request == r for s in res.requests))
+        for r in (0, 1)
+    }
     assert last_of[1] < last_of[0], "the short request leaves as soon as it is done"
     mixed = [{s.recompute for s in result.requests} for result in results]
     assert {True, False} in mixed, "recompute and cache steps share a batch"
@@ -121,7 +126,9 @@ def test_scattered_pages_give_the_same_result(make_engine: Callable[..., Engine]
     assert tokens_of(run(engine), 3) == solo(make_engine, wanted)
 
 
-def test_a_released_request_leaves_at_its_next_block_and_goes_on_elsewhere(make_engine: Callable[..., Engine]) -> None:
+def test_a_released_request_leaves_at_its_next_block_and_goes_on_elsewhere(
+    make_engine: Callable[..., Engine],
+) -> None:
     engine, command = make_engine(), admit(0, PROMPTS[0], cache="none")
     engine.apply(command)
     results = [engine.step()]
@@ -142,7 +149,9 @@ def test_a_released_request_leaves_at_its_next_block_and_goes_on_elsewhere(make_
     assert {**before, **tokens_of(run(other), 0)} == solo(make_engine, command)
 
 
-def test_a_request_recovered_inside_a_block_rebuilds_its_cache_first(make_engine: Callable[..., Engine]) -> None:
+def test_a_request_recovered_inside_a_block_rebuilds_its_cache_first(
+    make_engine: Callable[..., Engine],
+) -> None:
     canvas = [*PROMPTS[0], 17, *[MASK] * 15]
     engine = make_engine()
     engine.apply(Admit(0, canvas, 4, 20, 20, Decoding(block_length=8, ignore_eos=True), 1, 1))
@@ -162,7 +171,9 @@ def test_a_new_threshold_takes_effect_at_the_next_step(make_engine: Callable[...
     assert len(step.positions) == 7, "the rest of the block at once"
 
 
-def test_response_refresh_recomputes_the_prompt_only_at_each_kth_block(make_engine: Callable[..., Engine]) -> None:
+def test_response_refresh_recomputes_the_prompt_only_at_each_kth_block(
+    make_engine: Callable[..., Engine],
+) -> None:
     engine = make_engine()
     engine.apply(admit(0, PROMPTS[1], masks=32, refresh_blocks=2))
     sizes = {}
@@ -237,7 +248,8 @@ def test_the_first_eos_without_a_mask_before_it_ends_the_answer(tiny: LLM) -> No
     assert short.finish_reason == "stop" and len(short.steps) < 32
     assert not set(short.token_ids) & set(tiny.info.eos_ids)
     (full,) = tiny.generate(
-        [tiny_prompt(tiny, "Work out: 2+3, 4+5")], DecodingParams(gen_length=64, block_length=32, ignore_eos=True)
+        [tiny_prompt(tiny, "Work out: 2+3, 4+5")],
+        DecodingParams(gen_length=64, block_length=32, ignore_eos=True),
     )
     assert full.finish_reason == "length" and len(full.token_ids) == 64
 
@@ -258,11 +270,14 @@ class TestSampling:
             engine.apply(command)
         results = run(engine)
         assert tokens_of(results, 1) == solo(make_engine, drawn)
-        assert tokens_of(results, 0) == solo(make_engine, greedy), "a greedy request beside sampled ones stays greedy"
+        assert tokens_of(results, 0) == solo(make_engine, greedy), (
+            "a greedy request beside sampled ones stays greedy"
+        )
 
     def test_other_seed_other_text(self, make_engine: Callable[..., Engine]) -> None:
         texts = {
-            tuple(solo(make_engine, admit(0, PROMPTS[0], temperature=1.0, seed=seed)).values()) for seed in range(4)
+            tuple(solo(make_engine, admit(0, PROMPTS[0], temperature=1.0, seed=seed)).values())
+            for seed in range(4)
         }
         assert len(texts) == 4
 
@@ -279,7 +294,9 @@ class TestSampling:
             for token, entries in zip(step.tokens, step.top, strict=True):
                 assert token in [i for i, _ in entries]
 
-    def test_alternatives_are_the_best_and_carry_the_confidence(self, make_engine: Callable[..., Engine]) -> None:
+    def test_alternatives_are_the_best_and_carry_the_confidence(
+        self, make_engine: Callable[..., Engine]
+    ) -> None:
         engine = make_engine()
         engine.apply(admit(0, PROMPTS[0], num_top=4))
         steps = steps_of(run(engine), 0)
@@ -292,7 +309,9 @@ class TestSampling:
 
     def test_tensor_parallel_ranks_draw_the_same(self, golden_llm: Callable[..., LLM]) -> None:
         params = DecodingParams(gen_length=16, block_length=8, temperature=0.8, seed=5, ignore_eos=True)
-        narrow = DecodingParams(gen_length=8, block_length=8, temperature=1.0, top_p=0.8, seed=5, ignore_eos=True)
+        narrow = DecodingParams(
+            gen_length=8, block_length=8, temperature=1.0, top_p=0.8, seed=5, ignore_eos=True
+        )
         for p in (params, narrow):
             one, two = (golden_llm("llada/model_A", degree).generate(PROMPTS, p) for degree in (1, 2))
             assert [c.token_ids for c in one] == [c.token_ids for c in two]

@@ -11,7 +11,11 @@ from tests import golden_data
 
 CASES = [
     pytest.param(family, file, i, id=f"{file}-{i}")
-    for family, file in (("llada", "public_llada"), ("llada", "public_llada_original"), ("dream", "public_dream"))
+    for family, file in (
+        ("llada", "public_llada"),
+        ("llada", "public_llada_original"),
+        ("dream", "public_dream"),
+    )
     for i in range(len(golden_data.load(f"{family}/{file}.json")["traces"]))
 ]
 LOGITS = [
@@ -44,7 +48,9 @@ def test_trace(family: str, file: str, index: int, golden_llm: Callable[..., LLM
         assert MASK_ID[case["model"]] not in completions[0].token_ids
         assert_same_start(completions[0], rows_of(case)[0])
         return
-    for completion, (final, steps) in zip(completions, zip(finals(case), rows_of(case), strict=True), strict=True):
+    for completion, (final, steps) in zip(
+        completions, zip(finals(case), rows_of(case), strict=True), strict=True
+    ):
         assert completion.token_ids == final
         assert len(completion.steps) == len(steps)
         for got, wanted in zip(completion.steps, steps, strict=True):

@@ -36,7 +36,11 @@ def test_a_run_of_neighbours_is_taken_where_there_is_one(taken: set[int], count:
     for page in set(range(16)) - taken:
         pages.free(page)
     free = sorted(set(range(16)) - taken)
-    runs = [free[i : i + count] for i in range(len(free) - count + 1) if free[i + count - 1] - free[i] == count - 1]
+    runs = [
+        free[i : i + count]
+        for i in range(len(free) - count + 1)
+        if free[i + count - 1] - free[i] == count - 1
+    ]
     if len(free) >= count:
         got = pages.allocate(100, count)
         assert got == runs[0] if runs else set(got) <= set(free)

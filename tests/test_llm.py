@@ -50,7 +50,9 @@ def test_a_stop_string_cuts_text_and_tokens(tiny: LLM) -> None:
 
 def test_steps_are_seen_as_they_happen(tiny: LLM) -> None:
     seen: list[int] = []
-    tiny.generate([[7, 8], [9]], DecodingParams(gen_length=16, ignore_eos=True), on_step=lambda i, step: seen.append(i))
+    tiny.generate(
+        [[7, 8], [9]], DecodingParams(gen_length=16, ignore_eos=True), on_step=lambda i, step: seen.append(i)
+    )
     assert set(seen) == {0, 1}
 
 

@@ -29,7 +29,9 @@ def test_a_chat_has_the_templates_special_tokens_and_no_others(text: str) -> Non
 
 
 def test_the_chat_template_is_the_checkpoints() -> None:
-    ids = TINY.encode_chat([{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "2+3?"}])
+    ids = TINY.encode_chat(
+        [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "2+3?"}]
+    )
     assert "".join(map(TINY.token_text, ids)) == (
         "<|startoftext|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\n2+3?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -52,7 +54,9 @@ def test_a_template_that_refuses_is_the_requests_fault() -> None:
             super().__init__(resolve("tiny"))
             from dlmserve.tokenizer import _raise
 
-            self._template = type("T", (), {"render": staticmethod(lambda **_: _raise("roles must alternate"))})()
+            self._template = type(
+                "T", (), {"render": staticmethod(lambda **_: _raise("roles must alternate"))}
+            )()
 
     with pytest.raises(RequestError, match="roles must alternate"):
         Refusing().encode_chat([{"role": "user", "content": "x"}])

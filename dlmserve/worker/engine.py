@@ -85,7 +85,9 @@ class Engine:
         try:
             resident = Resident(admit, self._mask_id, self._eos_ids, shifted)
             if len(resident.tokens) > self._model.config.max_len:
-                raise OutOfPages(f"a canvas of {len(resident.tokens)} tokens exceeds {self._model.config.max_len}")
+                raise OutOfPages(
+                    f"a canvas of {len(resident.tokens)} tokens exceeds {self._model.config.max_len}"
+                )
             if admit.decoding.cache != "none":
                 resident.slots = self._cache.reserve(admit.request, len(resident.tokens))
         except DlmServeError as error:
@@ -131,7 +133,9 @@ class Engine:
             chosen.append(plan)
         return chosen
 
-    def _unmask(self, plans: list[StepPlan], groups: list[RowGroup], drawn: Drawn, result: StepResult) -> None:
+    def _unmask(
+        self, plans: list[StepPlan], groups: list[RowGroup], drawn: Drawn, result: StepResult
+    ) -> None:
         """Decides for all requests at once, then applies to each canvas."""
         confidence = drawn.confidence.cpu()
         chosen = _select(plans, groups, confidence).numpy()

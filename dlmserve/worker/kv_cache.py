@@ -58,7 +58,9 @@ class PageAllocator:
         """Raises AssertionError unless every page is free or held exactly once."""
         held = [page for pages in self._held.values() for page in pages]
         if sorted(held + self._free) != list(range(self.num_pages)):
-            raise AssertionError(f"pages {sorted(held)} held and {self._free} free do not make up {self.num_pages}")
+            raise AssertionError(
+                f"pages {sorted(held)} held and {self._free} free do not make up {self.num_pages}"
+            )
         if self._free != sorted(self._free):
             raise AssertionError(f"the free list is not sorted: {self._free}")
 

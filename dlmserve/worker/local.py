@@ -21,7 +21,9 @@ def pick_device(name: str) -> str:
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {name!r}; wanted auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda' but torch sees no GPU; use 'cpu', or install a CUDA build of torch")
+        raise ConfigError(
+            "device is 'cuda' but torch sees no GPU; use 'cpu', or install a CUDA build of torch"
+        )
     return "cuda:0" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -46,7 +48,9 @@ class LocalInstance:
         for rank in range(1, form.tp_degree):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_follow, args=(theirs, replace(form, tp_rank=rank), _rank_device(device, rank)), daemon=True
+                target=_follow,
+                args=(theirs, replace(form, tp_rank=rank), _rank_device(device, rank)),
+                daemon=True,
             )
             process.start()
             theirs.close()

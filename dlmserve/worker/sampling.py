@@ -86,7 +86,9 @@ class Sampler:
         local = kernels.head_rows(hidden.float(), self._model.head, self._offset, self._banned)
         if self._group.size == 1:
             return local
-        return kernels.combine([_unpack(part)[1] for part in self._group.all_gather(_pack(local.logit, local))])
+        return kernels.combine(
+            [_unpack(part)[1] for part in self._group.all_gather(_pack(local.logit, local))]
+        )
 
     def _draw_greedy(self, hidden: Tensor, groups: list[RowGroup]) -> tuple[Rows, dict]:
         return self._greedy(hidden), {}
@@ -113,7 +115,9 @@ class Sampler:
             rows = slice(at, at + group.end - group.start)
             if group.decoding.num_top:
                 ranked = logits[rows].log_softmax(-1).topk(group.decoding.num_top, -1)
-                for i, (values, ids) in enumerate(zip(ranked.values.tolist(), ranked.indices.tolist(), strict=True)):
+                for i, (values, ids) in enumerate(
+                    zip(ranked.values.tolist(), ranked.indices.tolist(), strict=True)
+                ):
                     top[at + i] = list(zip(ids, values, strict=True))
             if not group.is_greedy:
                 allowed[rows] = _nucleus(allowed[rows], group.decoding)
@@ -165,7 +169,9 @@ def _nucleus(logits: Tensor, decoding: Decoding) -> Tensor:
         smallest = logits.topk(min(decoding.top_k, logits.shape[-1]), -1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     if decoding.top_p < 1.0:
-        ordered, order = (logits / decoding.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        ordered, order = (
+            (logits / decoding.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        )
         outside = ordered.cumsum(-1) - ordered >= decoding.top_p  # what came before reached it already
         logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
     return logits

@@ -42,10 +42,8 @@ class SafetensorsWeights:
         found = tuple(source.get_shape())
         if found != shape:
             raise CheckpointError(f"tensor {name} has shape {found}; config.json implies {shape}")
-        if dim is None:
-            part = source[:]
-        else:
-            part = source[start:stop] if dim == 0 else source[:, start:stop]
+        columns = slice(None) if dim is None else slice(start, stop)
+        part = source[:, columns] if dim == 1 else source[columns]
         # A copy even where dtype and device fit: a slice of the mapped file would keep the file's pages in use.
         return part.to(device=self._device, dtype=self._dtype, copy=True)
 
@@ -79,7 +77,9 @@ class DummyWeights:
 
 
 def open_weights(folder: str, load_format: str, dtype: torch.dtype, device: str) -> Weights:
-    return DummyWeights(dtype, device) if load_format == "dummy" else SafetensorsWeights(folder, dtype, device)
+    return (
+        DummyWeights(dtype, device) if load_format == "dummy" else SafetensorsWeights(folder, dtype, device)
+    )
 
 
 def _index(folder: Path) -> dict[str, Path]:

@@ -18,9 +18,7 @@ def read_config(info: ModelInfo) -> DecoderConfig:
     return FAMILIES[info.family].read_config(read_json(info.path, "config.json", required=True))
 
 
-def load_model(
-    info: ModelInfo, load_format: str, dtype: torch.dtype, device: str, group: Group
-) -> Decoder:
+def load_model(info: ModelInfo, load_format: str, dtype: torch.dtype, device: str, group: Group) -> Decoder:
     """The rank's shard of the model. Raises CheckpointError."""
     config = read_config(info)
     config = replace(config, max_len=min(config.max_len, info.max_model_len))

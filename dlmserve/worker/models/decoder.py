@@ -73,7 +73,9 @@ def shard_of(config: DecoderConfig, rank: int, size: int) -> Shard:
     """Raises ConfigError where the heads or the MLP do not divide. KV heads fewer than ranks are replicated."""
     for what, count in (("attention heads", config.num_heads), ("MLP columns", config.mlp_size)):
         if count % size:
-            raise ConfigError(f"TP degree {size} does not divide the model's {count} {what}; choose one that does")
+            raise ConfigError(
+                f"TP degree {size} does not divide the model's {count} {what}; choose one that does"
+            )
     kv = config.num_kv_heads
     if kv % size and size % kv:
         raise ConfigError(f"TP degree {size} and the model's {kv} KV heads: one must divide the other")
@@ -125,7 +127,13 @@ class Layer:
     """One transformer block."""
 
     def __init__(
-        self, index: int, config: DecoderConfig, names: TensorNames, weights: Weights, shard: Shard, group: Group
+        self,
+        index: int,
+        config: DecoderConfig,
+        names: TensorNames,
+        weights: Weights,
+        shard: Shard,
+        group: Group,
     ) -> None:
         self._index, self._group = index, group
         prefix, d, hd = names.layer.format(index), config.hidden_size, config.head_dim
@@ -150,7 +158,9 @@ class Layer:
         mlp = (config.mlp_size, shard.mlp)
         self._gate_up = Linear(torch.cat([rows(names.gate, *mlp), rows(names.up, *mlp)]))
         self._down = Linear(columns(names.down, *mlp))
-        self._attention_norm = RMSNorm(weights.get(f"{prefix}{names.attention_norm}.weight", (d,)), config.norm_eps)
+        self._attention_norm = RMSNorm(
+            weights.get(f"{prefix}{names.attention_norm}.weight", (d,)), config.norm_eps
+        )
         self._mlp_norm = RMSNorm(weights.get(f"{prefix}{names.mlp_norm}.weight", (d,)), config.norm_eps)
 
     def __call__(
@@ -158,7 +168,9 @@ class Layer:
     ) -> Tensor:
         """x [T, d] -> [T, d], or [M, d] of the wanted rows: after the last layer's keys nothing else is needed."""
         num_rotated = self._num_heads + self._num_kv_heads
-        qkv = self._qkv(self._attention_norm(x)).view(len(x), num_rotated + self._num_kv_heads, self._head_dim)
+        qkv = self._qkv(self._attention_norm(x)).view(
+            len(x), num_rotated + self._num_kv_heads, self._head_dim
+        )
         rotated, v = Rope.rotate(qkv[:, :num_rotated], cos, sin), qkv[:, num_rotated:]
         q, k = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         if batch.store_slots is not None:
@@ -189,12 +201,12 @@ class Decoder:
         self.shard = shard_of(config, group.rank, group.size)
         vocab, d = (config.vocab_size, config.hidden_size), config.hidden_size
         self._embedding = weights.get(names.embedding, vocab, 0, *self.shard.vocab)
-        self.head = self._embedding if config.tied_head else weights.get(names.head, vocab, 0, *self.shard.vocab)
+        self.head = (
+            self._embedding if config.tied_head else weights.get(names.head, vocab, 0, *self.shard.vocab)
+        )
         self._final_norm = RMSNorm(weights.get(names.final_norm, (d,)), config.norm_eps)
         self._rope = Rope(config, config.max_len, dtype, device)
-        self._layers = [
-            Layer(i, config, names, weights, self.shard, group) for i in range(config.num_layers)
-        ]
+        self._layers = [Layer(i, config, names, weights, self.shard, group) for i in range(config.num_layers)]
 
     def forward(self, batch: Batch, cache: KVCache | None) -> Tensor:
         """Final, normalised hidden states of the batch's rows: [M, d]."""

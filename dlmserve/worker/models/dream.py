@@ -29,7 +29,9 @@ def read_config(config: dict) -> DecoderConfig:
     """Raises CheckpointError for an option that this file does not implement."""
     for key, wanted in REQUIRED.items():
         if config.get(key, wanted) != wanted:
-            raise CheckpointError(f"config.json has {key}={config[key]!r}; Dream is served with {key}={wanted!r}")
+            raise CheckpointError(
+                f"config.json has {key}={config[key]!r}; Dream is served with {key}={wanted!r}"
+            )
     heads = config["num_attention_heads"]
     return DecoderConfig(
         num_layers=config["num_hidden_layers"],

@@ -41,7 +41,9 @@ def read_config(config: dict) -> DecoderConfig:
     """Raises CheckpointError for an option that this file does not implement."""
     for key, wanted in REQUIRED.items():
         if config.get(key, wanted) != wanted:
-            raise CheckpointError(f"config.json has {key}={config[key]!r}; LLaDA is served with {key}={wanted!r}")
+            raise CheckpointError(
+                f"config.json has {key}={config[key]!r}; LLaDA is served with {key}={wanted!r}"
+            )
     heads = config["n_heads"]
     return DecoderConfig(
         num_layers=config["n_layers"],
