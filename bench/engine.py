@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from bench import report
 from bench.baseline import PlainModel, decode
 from dlmserve import LLM, DecodingParams
+from dlmserve.messages import CacheMode
 
 CONFIG = {
     "architectures": ["LLaDAModelLM"],
@@ -73,7 +74,7 @@ def timed(run: Callable[[], list[list[int]]], times: list[float]) -> list[list[i
     return out
 
 
-def measure(llm: LLM, plain: PlainModel, cache: str, prompts: list[list[int]], repeats: int) -> dict:
+def measure(llm: LLM, plain: PlainModel, cache: CacheMode, prompts: list[list[int]], repeats: int) -> dict:
     params = DecodingParams(
         gen_length=OUTPUT, block_length=BLOCK, threshold=THRESHOLD, cache=cache, ignore_eos=True
     )  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ ranks are child processes that follow this one.
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeGuard
 
 from dlmserve.checkpoint import ModelInfo, read_model_info, resolve
 from dlmserve.errors import CheckpointError, ContextTooLong, NotFinite, RequestError
@@ -67,7 +68,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         cache: CacheMode = "dual",
-        load_format: str = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
         tp_degree: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
@@ -107,7 +108,7 @@ class LLM:
         Raises RequestError for what a prompt or the parameters get wrong, NotFinite where logits are.
         """
         params = params or DecodingParams()
-        batch = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        batch: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)  # type: ignore[arg-type]
         admits = [self._admit(i, prompt, params) for i, prompt in enumerate(batch)]
         outs = [Completion() for _ in admits]
         waiting, running = list(admits), 0
@@ -251,7 +252,7 @@ def _tokenizer(folder: str) -> Tokenizer | None:
         return None
 
 
-def _is_ids(prompts: object) -> bool:
+def _is_ids(prompts: object) -> TypeGuard[list[int]]:
     return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from dlmserve.checkpoint import read_json
 from dlmserve.errors import CheckpointError, RequestError
 
+MAX_PENDING = 12  # tokens held back, hoping that they complete a character
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 # Breaks a special token spelled out in a user's content while the template is rendered.
 BREAK = "\x00"
@@ -32,8 +33,11 @@ class Tokenizer:
         self._special = {
             k: _content(config[k]) for k in ("bos_token", "eos_token", "pad_token") if config.get(k)
         }
-        names = [t.content for t in self._fast.get_added_tokens_decoder().values() if t.special]
-        self._special_pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        added = self._fast.get_added_tokens_decoder()
+        self._special_ids = {token.content: id for id, token in added.items() if token.special}
+        names = "|".join(map(re.escape, self._special_ids))
+        self._special_pattern = re.compile(f"({names})") if names else None
+        self._is_byte_level = "ByteLevel" in str(self._fast.decoder)
         self._template = _load_template(folder, config)
         bos = self._special.get("bos_token")
         self.bos_id: int | None = self._fast.token_to_id(bos) if bos else None
@@ -41,7 +45,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; special tokens spelled out in it are not recognised."""
-        return self._plain.encode(text, add_special_tokens=False).ids if text else []
+        # The batch call releases the GIL, which matters where a long prompt is encoded in a thread.
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
 
     def encode_prompt(self, text: str) -> list[int]:
         """A completion prompt: plain text, after the start token where the checkpoint adds one or text is empty."""
@@ -73,7 +78,7 @@ class Tokenizer:
         ids: list[int] = []
         for i, piece in enumerate(self._special_pattern.split(text) if self._special_pattern else [text]):
             if i % 2:  # a special token of the template
-                ids.append(self._fast.token_to_id(piece))
+                ids.append(self._special_ids[piece])
             else:
                 ids.extend(self.encode(piece.replace(BREAK, "")))
         return ids
@@ -93,7 +98,21 @@ class Tokenizer:
         return self._fast.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> list[int]:
+        """The bytes of one token, which may be a part of a character (byte-level vocabularies)."""
+        piece = self._fast.id_to_token(token_id) or ""
+        if self._is_byte_level and all(char in BYTE_OF for char in piece):
+            return [BYTE_OF[char] for char in piece]
         return list(self.token_text(token_id).encode())
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE writes for bytes (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_level_alphabet()
 
 
 class Detokenizer:
@@ -112,10 +131,10 @@ class Detokenizer:
     def push(self, ids: list[int]) -> str:
         self._ids.extend(ids)
         text = self._new_text()
-        if not text or text.endswith(REPLACEMENT):
-            return ""
-        self._context_start, self._stable_end = self._stable_end, len(self._ids)
-        return text
+        if text and not text.endswith(REPLACEMENT):
+            self._settle(len(self._ids))
+            return text
+        return self._give_up_old() if len(self._ids) - self._stable_end > MAX_PENDING else ""
 
     def flush(self) -> str:
         """What is still held back, as it is."""
@@ -123,9 +142,29 @@ class Detokenizer:
         self._context_start = self._stable_end = len(self._ids)
         return text
 
+    def _give_up_old(self) -> str:
+        """Bytes that never make a character (a random model's) are final but for the last few of them.
+
+        An unfinished character has at most three bytes; a cut before it leaves both sides' text as it is.
+        """
+        known = self._decode(self._context_start, self._stable_end)
+        whole, end = self._decode(self._context_start, len(self._ids)), len(self._ids)
+        for cut in range(end - 3, end - 7, -1):
+            head = self._decode(self._context_start, cut)
+            if head + self._decode(cut, end) == whole:
+                self._settle(cut)
+                return head[len(known) :]
+        return ""
+
+    def _settle(self, end: int) -> None:
+        self._context_start, self._stable_end = self._stable_end, end
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[start:end])
+
     def _new_text(self) -> str:
-        known = self._tokenizer.decode(self._ids[self._context_start : self._stable_end])
-        return self._tokenizer.decode(self._ids[self._context_start :])[len(known) :]
+        known = self._decode(self._context_start, self._stable_end)
+        return self._decode(self._context_start, len(self._ids))[len(known) :]
 
 
 def _content(token: str | dict) -> str:

@@ -62,7 +62,7 @@ def test_a_template_that_refuses_is_the_requests_fault() -> None:
         Refusing().encode_chat([{"role": "user", "content": "x"}])
 
 
-@given(st.lists(st.integers(6, 1079), max_size=30), st.data())
+@given(st.lists(st.integers(6, 1079) | st.integers(6, 261), max_size=60), st.data())
 def test_growing_text_is_append_only_and_adds_up(ids: list[int], data: st.DataObject) -> None:
     detokenizer, out, at = Detokenizer(TINY), "", 0
     while at < len(ids):
@@ -71,6 +71,21 @@ def test_growing_text_is_append_only_and_adds_up(ids: list[int], data: st.DataOb
         assert TINY.decode(ids).startswith(out), "nothing that was given out changes"
         at += size
     assert out + detokenizer.flush() == TINY.decode(ids)
+
+
+def test_bytes_that_never_make_a_character_are_not_held_back_for_good() -> None:
+    broken = TINY.encode("中")[0]  # a first byte, again and again
+    detokenizer, held = Detokenizer(TINY), []
+    for count in range(1, 60):
+        detokenizer.push([broken])
+        held.append(count - detokenizer._stable_end)
+    assert max(held) < 20
+
+
+def test_a_tokens_bytes_are_its_own_even_where_it_is_half_a_character() -> None:
+    ids = TINY.encode("中a é")
+    assert bytes(b for token in ids for b in TINY.token_bytes(token)).decode() == "中a é"
+    assert bytes(TINY.token_bytes(0)).decode() == "<|endoftext|>"
 
 
 def test_a_character_that_spans_tokens_is_held_back_until_complete() -> None:
