@@ -77,10 +77,9 @@ def test_the_same_seed_gives_the_same_problems_and_another_seed_gives_others() -
 
 
 def test_answers_are_right_when_worked_out_by_other_means() -> None:
-    for problem in draws("test", "sums", 50) + draws("test", "several", 50):
+    for problem in draws("test", "sums", 50):
         questions = problem.prompt.partition(": ")[2].split(", ")
-        lines = problem.answer.replace(", ", "\n").split("\n")
-        assert lines == [f"{question}={eval(question)}" for question in questions]
+        assert problem.answer == ", ".join(f"{question}={eval(question)}" for question in questions)
     for problem in draws("test", "long_addition", 50):
         assert int(problem.answer.split("#### ")[1]) == eval(problem.key)
     for problem in draws("test", "sort_numbers", 50):
