@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dlmserve.errors import ConfigError
-from dlmserve.simulation.workloads import Job, day_jobs, poisson_jobs
+from dlmserve.simulation.workloads import Job, day_jobs, day_sample, poisson_jobs
 
 # Per-step time that the profile does not see, the one free constant: chosen so that a fixed threshold of 0.9
 # (`infaas`, `gsm8k-4gpu`) falls to 50% attainment between 7.6 and 8.0 requests a second, as published.
@@ -54,6 +54,12 @@ class Scenario:
         if self.arrivals == "day":
             return day_jobs(self.rps, self.duration_s, self.early_answers, seed)
         return poisson_jobs(self.num_requests, self.rps, self.prompt, self.output, self.early_answers, seed)
+
+    def sample_jobs(self, num: int, seed: int) -> list[Job]:
+        """As many requests of its kind; when they arrive is of no interest."""
+        if self.arrivals == "day":
+            return day_sample(num, self.early_answers, seed)
+        return poisson_jobs(num, 1.0, self.prompt, self.output, self.early_answers, seed)
 
 
 _GSM8K = Scenario("gsm8k-4gpu", "poisson", layout=(1,) * 4, slo_s=9.5, rps=8.0)

@@ -24,6 +24,7 @@ import numpy as np
 
 DATA = files("dlmserve.simulation") / "data"
 NUM_NOISE_ROWS = 16381  # prime: neighbours in (request, block, step) land far apart
+KEYS_PER_STEP = 7
 NEVER = -1e9  # the score of a position that is not masked
 EXTRA_LOGITS = 6.0  # how far the curve goes on, straight, beyond its first and last knot
 
@@ -73,14 +74,16 @@ class Unmasking:
         self.calibration = calibration
         rng = np.random.default_rng(seed)
         length = calibration.block_length
-        self._own = rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
-        self._fresh = rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
+        spread = calibration.spread
+        self._own = spread.own * rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
+        self._fresh = spread.fresh * rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
         self._ease = rng.standard_normal(NUM_NOISE_ROWS, dtype=np.float32)
-        self._places = np.arange(length, dtype=np.float32) * (calibration.spread.distance / length)
+        self._places = np.arange(length, dtype=np.float32) * np.float32(spread.distance / length)
+        self._context = (spread.context * (1 - np.arange(length + 1) / length)).astype(np.float32)  # by masks left
         self._knots, self._logits = _curve(calibration)
         self._free: list[int] = []
-        self._base = np.zeros((0, length), np.float32)
-        self._masked = np.zeros((0, length), bool)
+        self._base = np.zeros((0, length), np.float32)  # NEVER where unmasked
+        self._num_masked = np.zeros(0, np.int64)
         self._cuts = np.zeros(0, np.float32)
         self._keys = np.zeros(0, np.int64)  # of the row's fresh noise: moves with each step
 
@@ -99,10 +102,12 @@ class Unmasking:
         key = _mix(request, block)
         ease = spread.request * self._ease[_mix(request) % NUM_NOISE_ROWS]
         ease += spread.block * self._ease[(key + 1) % NUM_NOISE_ROWS]
-        self._base[row] = spread.own * self._own[key % NUM_NOISE_ROWS] + ease - self._places
-        self._masked[row] = False
-        self._masked[row, : len(masked)] = masked
-        self._keys[row] = key + 7 * steps_in_block
+        base = self._base[row]
+        base[:] = NEVER
+        scores = self._own[key % NUM_NOISE_ROWS] + (ease - self._places)
+        np.copyto(base[: len(masked)], scores[: len(masked)], where=masked)
+        self._num_masked[row] = masked.sum()
+        self._keys[row] = key + KEYS_PER_STEP * steps_in_block
 
     def set_threshold(self, row: int, threshold: float) -> None:
         logit = np.log(threshold / (1 - threshold)) if threshold < 1 else np.inf
@@ -113,35 +118,36 @@ class Unmasking:
 
         The fourth value is the number of masks each row has left, int [len(rows)].
         """
-        spread = self.calibration.spread
         at = np.array(rows)
-        masked = self._masked[at]
-        num_masked = masked.sum(1)
-        first = masked.argmax(1)
-        length = masked.shape[1]
-        shift = spread.context * (1 - num_masked / length) + spread.distance / length * first
-        score = self._base[at] + spread.fresh * self._fresh[self._keys[at] % NUM_NOISE_ROWS]
-        score += shift[:, None].astype(np.float32)
-        score[~masked] = NEVER
-        self._keys[at] += 7
+        score = self._base[at]
+        num_masked = self._num_masked[at]
+        first_masked = (score > NEVER / 2).argmax(1)
+        shift = self._context[num_masked] + self._places[first_masked]
+        score += self._fresh[self._keys[at] % NUM_NOISE_ROWS]
+        score += shift[:, None]
         chosen = score >= self._cuts[at][:, None]
         chosen[np.arange(len(at)), score.argmax(1)] = True
-        self._masked[at] = masked & ~chosen
-        index, position = chosen.nonzero()
-        logits = np.interp(score[index, position], self._knots, self._logits)
+        flat = chosen.ravel().nonzero()[0]
+        index = flat // chosen.shape[1]
+        position = flat - index * chosen.shape[1]
+        self._base[at[index], position] = NEVER
+        left = num_masked - np.bincount(index, minlength=len(at))
+        self._num_masked[at] = left
+        self._keys[at] += KEYS_PER_STEP
+        logits = np.interp(score.ravel()[flat], self._knots, self._logits)
         confidence = 1 / (1 + np.exp(-logits))
-        left = num_masked - chosen.sum(1)
         return index.tolist(), position.tolist(), confidence.tolist(), left
 
     def masked(self, row: int) -> np.ndarray:
-        return self._masked[row]
+        """Bool [block_length]."""
+        return self._base[row] > NEVER / 2
 
     def _grow(self) -> None:
         size = len(self._cuts)
         more = max(64, size)
         self._free += range(size + more - 1, size - 1, -1)
         self._base = np.concatenate((self._base, np.zeros((more, self._base.shape[1]), np.float32)))
-        self._masked = np.concatenate((self._masked, np.zeros((more, self._masked.shape[1]), bool)))
+        self._num_masked = np.concatenate((self._num_masked, np.zeros(more, np.int64)))
         self._cuts = np.concatenate((self._cuts, np.zeros(more, np.float32)))
         self._keys = np.concatenate((self._keys, np.zeros(more, np.int64)))
 

@@ -44,9 +44,10 @@ def day_jobs(peak_rps: float, duration_s: float, early: bool, seed: int) -> list
     return _jobs(at, prompts, outputs, early, rng)
 
 
-def relative_day_mean() -> float:
-    """Mean rate of the day relative to its busiest hour."""
-    return float(np.mean(read_column("burstgpt_hourly.csv", "relative_rate")))
+def day_sample(num_jobs: int, early: bool, seed: int) -> list[Job]:
+    """Requests with the lengths of `day_jobs`, all at once."""
+    rng = np.random.default_rng([seed, 3])
+    return _jobs(np.zeros(num_jobs), *_sharegpt_lengths(num_jobs, rng), early, rng)
 
 
 def read_column(file: str, column: str) -> list[float]:
