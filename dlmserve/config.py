@@ -33,6 +33,8 @@ class ServerConfig:
     refresh: str = "full"  # "full" | "response:K"
     slo_ms: float | None = None
     policy: str = "infaas"
+    policy_options: dict[str, float] = field(default_factory=dict)  # what each policy's known_options name
+    max_resident_tokens: int | None = None  # per instance, of all canvases; None: the policy's own limit
     page_size: int = 32
     listen: str | None = None
     drain_s: float = 30.0

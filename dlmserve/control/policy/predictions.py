@@ -122,10 +122,16 @@ class HistoricalAverage:
         return np.maximum((tokens_at + PRIOR_STEPS * scale * published) / (steps_at + PRIOR_STEPS), 1.0)
 
     def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-        length, unmasked = features[:, OUTPUT_LENGTH], features[:, UNMASKED]
-        share = self._used / self._num_finished
+        length = features[:, OUTPUT_LENGTH]
+        return self.steps_left(length, features[:, UNMASKED] * length, thresholds)
+
+    def steps_left(
+        self, output_length: np.ndarray, unmasked: np.ndarray, thresholds: np.ndarray
+    ) -> np.ndarray:
+        """The same from the tokens of each output and how many are unmasked, both [n]; -> float [n, T]."""
+        usual = self._used / self._num_finished * output_length
         # One that is past the usual end goes on for a part of what is left.
-        tokens = length * np.maximum(share - unmasked, 0.1 * (1 - unmasked))
+        tokens = np.maximum(usual - unmasked, 0.1 * (output_length - unmasked))
         return np.maximum(tokens[:, None] / self.tokens_per_step(thresholds), 1.0)
 
 

@@ -1,0 +1,61 @@
+"""The Llumnix baseline: placed as INFaaS does; residents move to a faster instance at their block starts.
+
+Source: Sun et al., "Llumnix: Dynamic Scheduling for Large Language Model Serving" (OSDI 2024), as the
+baseline of the TeDiServe paper (arXiv 2606.29094) has it. The threshold is fixed.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from dlmserve.control.policy.cluster import Instance
+from dlmserve.control.policy.policy import Policy
+from dlmserve.control.policy.view import Decision, Move, View
+
+NEAR_BLOCK_START = 8  # masks left in a block: the worker runs ahead, so a move is asked for a little early
+
+
+class Llumnix(Policy):
+    def decide(self, now: float, view: View) -> Decision:
+        return Decision(moves=tuple(greedy_moves(view, self.max_resident_tokens, margin=0.0)))
+
+
+def greedy_moves(view: View, max_tokens: int | None, margin: float) -> Iterator[Move]:
+    """Residents about to start a block whose step would be faster elsewhere, by a share `margin` at least.
+
+    A step's latency is taken for a batch of all assigned tokens, after the move there and before it here.
+    """
+    serving = [instance for instance in view.cluster.instances.values() if instance.serving]
+    if len(serving) < 2:
+        return
+    tokens = {instance.name: instance.num_tokens for instance in serving}
+    step_s = {i.name: view.costs.step_s(i.tp_degree, i.num_tokens) for i in serving}
+    target = min(serving, key=lambda instance: step_s[instance.name])
+    for number in _near_block_start(view):
+        request = view.requests[number]
+        source = view.cluster.instances[request.instance or ""]
+        there = view.costs.step_s(target.tp_degree, tokens[target.name] + len(request.canvas))
+        if source is target or there >= step_s[source.name] * (1 - margin):
+            continue
+        if not view.has_room(target, request, max_tokens):
+            continue
+        yield Move(number, target.name)
+        for instance, change in ((source, -len(request.canvas)), (target, len(request.canvas))):
+            tokens[instance.name] += change
+            step_s[instance.name] = view.costs.step_s(instance.tp_degree, tokens[instance.name])
+        target = min(serving, key=lambda instance: step_s[instance.name])
+
+
+def _near_block_start(view: View) -> list[int]:
+    rows = view.work.rows()
+    near = (rows["masks_in_block"] <= NEAR_BLOCK_START) & (rows["recomputes"] >= 1) & (rows["slot"] >= 0)
+    return rows["number"][np.flatnonzero(near & (rows["moving"] == 0))].astype(int).tolist()
+
+
+def fastest(instances: list[Instance], view: View, num_tokens: int) -> Instance | None:
+    """The instance whose step is the shortest once it has taken on so many tokens."""
+    return min(
+        instances,
+        key=lambda instance: view.costs.step_s(instance.tp_degree, instance.num_tokens + num_tokens),
+        default=None,
+    )
