@@ -7,7 +7,9 @@ commands on their way. Decides nothing. Deterministic: no clock but the one that
 import heapq
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import RankId
@@ -15,7 +17,6 @@ from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.events import (
     Action,
     Arrived,
-    Cancelled,
     Deliver,
     Drop,
     Event,
@@ -23,6 +24,8 @@ from dlmserve.control.policy.events import (
     Finish,
     FormInstance,
     NodeUp,
+    Predict,
+    Predicted,
     RankFormed,
     RankUp,
     Reject,
@@ -31,14 +34,18 @@ from dlmserve.control.policy.events import (
     Tick,
 )
 from dlmserve.control.policy.policies import make_policy
+from dlmserve.control.policy.predictions import Progress, features
 from dlmserve.control.policy.request import RequestSpec
 from dlmserve.control.policy.scheduler import Scheduler
 from dlmserve.messages import Command, Decoding, StepReport
 from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
 from dlmserve.simulation.results import Ledger
 from dlmserve.simulation.scenarios import Scenario
+from dlmserve.simulation.step_traces import Oracle, train_predictor
 from dlmserve.simulation.unmasking import Unmasking, load_calibration
 from dlmserve.simulation.workloads import Job
+
+PredictorName = Literal["catboost", "average", "oracle"]
 
 TICK_S = 0.5
 EMPTY_STEP_S = 1e-4  # a step that only gives requests back
@@ -59,13 +66,25 @@ class Worker:
 class Simulator:
     """One run: `run()` plays all jobs and returns the ledger."""
 
-    def __init__(self, config: ServerConfig, scenario: Scenario, seed: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        scenario: Scenario,
+        seed: int,
+        predictor: PredictorName = "catboost",
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._scenario, self._clock = scenario, clock
-        self._scheduler = Scheduler(config, make_policy(config), MASK, scenario.max_model_len)
+        policy = make_policy(config)
+        asks = policy.wants_predictions and predictor != "average"
+        # Its own cost model is the truth; the scheduler's starts from the same profile, without the overhead.
+        self._costs, believed = (CostModel.from_preset(scenario.cost_model) for _ in range(2))
+        self._scheduler = Scheduler(config, policy, MASK, scenario.max_model_len, believed, asks)
         self._decoding = Decoding(refresh_blocks=config.refresh_blocks)
-        self._costs = CostModel.from_preset(scenario.cost_model)
         self._unmasking = Unmasking(load_calibration(scenario.text), seed)
         self._jobs = scenario.jobs(seed)
+        self._predict = self._make_predictor(predictor, config.thresholds) if asks else None
+        self._to_predict: list[Progress] = []
         self._eos_at: dict[int, int] = {}  # live requests: the canvas column of their first EOS
         self._workers: dict[str, Worker] = {}
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
@@ -84,6 +103,7 @@ class Simulator:
             self.now, _, happen, what = heapq.heappop(self._heap)
             happen(what)
         self._scheduler.check()
+        self.ledger.num_migrations = self._scheduler.num_migrations
         return self.ledger
 
     def _at(self, at: float, happen: Callable[[Any], None], what: Any) -> None:
@@ -95,6 +115,16 @@ class Simulator:
         for device in range(num_devices):
             self._feed(RankUp(RankId("node", device, 1), ""))
 
+    def _make_predictor(
+        self, name: PredictorName, thresholds: tuple[float, ...]
+    ) -> Callable[[list[Progress]], np.ndarray]:
+        """Steps left [n, T], in the descending order of thresholds that the scheduler has."""
+        descending = tuple(sorted(thresholds, reverse=True))
+        if name == "oracle":
+            return Oracle(self._unmasking, self._jobs, descending).predict
+        trained = train_predictor(self._scenario, descending)
+        return lambda progress: trained.predict(features(progress), np.array(descending))
+
     # ---- what happens
 
     def _arrive(self, number: int) -> None:
@@ -104,8 +134,6 @@ class Simulator:
         if job.answer < job.output:
             self._eos_at[number] = job.prompt + job.answer
         self._feed(Arrived(number, self._spec(number, job)))
-        if self._scenario.give_up:
-            self._at(self.now + self._scenario.slo_s, self._give_up, number)
 
     def _spec(self, number: int, job: Job) -> RequestSpec:
         length = job.prompt + job.output
@@ -113,11 +141,6 @@ class Simulator:
         return RequestSpec(
             str(number), canvas, job.prompt, length, length, self._decoding, slo_s=self._scenario.slo_s
         )
-
-    def _give_up(self, number: int) -> None:
-        request = self._scheduler.requests.get(number)
-        if request and not request.started:
-            self._feed(Cancelled(number, "abandoned"))
 
     def _tick(self, _: None) -> None:
         self._feed(Tick())
@@ -128,6 +151,12 @@ class Simulator:
         actions = self._scheduler.on_event(self.now, StepDone(report))
         self.ledger.decision_s.append(self._clock() - started_at)
         self._perform(actions)
+
+    def _answer(self, _: None) -> None:
+        """The predictor: all that has been asked since the last answer, in one batch."""
+        assert self._predict
+        progress, self._to_predict = self._to_predict, []
+        self._feed(Predicted(tuple(progress), self._predict(progress)))
 
     # ---- an instance: as the worker's loop, drain the inbox, run a step, report
 
@@ -183,6 +212,10 @@ class Simulator:
                 case Send(instance, command):
                     sent_to = self._workers[instance]
                     self._at(self.now + self._scenario.head_s / 2, self._command, (sent_to, command))
+                case Predict(progress):
+                    if not self._to_predict:
+                        self._at(self.now + self._scenario.predict_s, self._answer, None)
+                    self._to_predict += progress
                 case Finish(request, _, summary):
                     self.ledger.on_finish(request, self._jobs[request].arrived_at, self._scenario.slo_s, summary)
                     self._forget(request)

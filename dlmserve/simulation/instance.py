@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from dlmserve.errors import DlmServeError, OutOfPages
-from dlmserve.messages import Admit, Cancel, Command, Release, RequestStep, SetThreshold
+from dlmserve.messages import Admit, Cancel, Command, Release, RequestStep, SetRefresh, SetThreshold
 
 Finished = Literal["", "stop", "length"]
 
@@ -105,6 +105,9 @@ class SimulatedEngine:
                 if resident := self._residents.get(request):
                     resident.threshold = threshold
                     self._decoder.set_threshold(resident.row, threshold)
+            case SetRefresh(request, refresh_blocks):
+                if resident := self._residents.get(request):
+                    resident.refresh_blocks = refresh_blocks
             case Release(request):
                 if resident := self._residents.get(request):
                     resident.release_asked = True

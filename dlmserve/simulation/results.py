@@ -64,7 +64,6 @@ class Ledger:
     def on_finish(self, request: int, arrived_at: float, slo_s: float, summary: Summary) -> None:
         num_tokens = summary.num_unmasked
         self.num_tokens += num_tokens
-        self.num_migrations += len(summary.instances) - 1
         accuracy = self._worth.pop(request) / num_tokens
         threshold = summary.mean_threshold or 0.0
         self.outcomes.append(Outcome(arrived_at, slo_s, summary.latency_s, num_tokens, threshold, accuracy))

@@ -72,17 +72,18 @@ class Oracle:
         self._unmasking, self._jobs, self._thresholds = unmasking, jobs, thresholds
         self._courses: dict[int, np.ndarray] = {}
 
-    def steps_left(self, request: int, block: int, share_of_block: float) -> np.ndarray:
-        """float [T]; `share_of_block`: how much of its current block is unmasked."""
-        if request not in self._courses:
-            self._courses[request] = self._decode(request)
-        course = self._courses[request]
+    def predict(self, progress: list[Progress]) -> np.ndarray:
+        """Steps left, float [n, T]."""
+        return np.array([self._steps_left(each) for each in progress])
+
+    def _steps_left(self, progress: Progress) -> np.ndarray:
+        if progress.request not in self._courses:
+            self._courses[progress.request] = self._decode(progress.request)
+        course, block = self._courses[progress.request], progress.block
         if block >= len(course):
             return np.ones(len(self._thresholds))
-        return np.maximum(course[block:].sum(0) - share_of_block * course[block], 1.0)
-
-    def forget(self, request: int) -> None:
-        self._courses.pop(request, None)
+        done = progress.num_unmasked_in_block / progress.block_length
+        return np.maximum(course[block:].sum(0) - done * course[block], 1.0)
 
     def _decode(self, request: int) -> np.ndarray:
         """Steps of each block at each threshold, int [num_blocks, T]."""
