@@ -95,6 +95,12 @@ class Curve:
         """Seconds that one more token costs at this batch."""
         return self.scale * self._slope(self._segment(num_tokens))
 
+    def efficient_tokens(self, excess: float) -> float:
+        """The smallest batch whose cost per token is at most `excess` times the least."""
+        sizes = np.geomspace(self._tokens[0], self._tokens[-1], 64)
+        per_token = self.step_s_many(sizes) / sizes
+        return float(sizes[int((per_token <= excess * per_token.min()).argmax())])
+
     def observe(self, num_tokens: float, duration_s: float) -> None:
         self._sums = [FORGET * each for each in self._sums]
         self._add(self._profile_s(num_tokens), duration_s, 1.0)
@@ -181,6 +187,10 @@ class CostModel:
         curve = self._curve(tp_degree)
         slope = curve.slope(num_tokens)
         return curve.step_s(num_tokens) - slope * num_tokens, slope
+
+    def efficient_tokens(self, tp_degree: int, excess: float) -> float:
+        """The smallest batch whose seconds per token are at most `excess` times the least of all batches."""
+        return self._curve(tp_degree).efficient_tokens(excess)
 
     def observe(self, tp_degree: int, num_tokens: float, duration_s: float) -> None:
         """Takes a step's measured wall time in: its duration and the busy instance's gap before it."""

@@ -52,10 +52,10 @@ def _near_block_start(view: View) -> list[int]:
     return rows["number"][np.flatnonzero(near & (rows["moving"] == 0))].astype(int).tolist()
 
 
-def fastest(instances: list[Instance], view: View, num_tokens: int) -> Instance | None:
+def fastest_after(view: View, instances: list[Instance], num_tokens: int) -> Instance | None:
     """The instance whose step is the shortest once it has taken on so many tokens."""
     return min(
         instances,
-        key=lambda instance: view.costs.step_s(instance.tp_degree, instance.num_tokens + num_tokens),
+        key=lambda i: (view.costs.step_s(i.tp_degree, i.num_tokens + num_tokens), i.num_tokens),
         default=None,
     )

@@ -1,12 +1,23 @@
 """Which policies there are."""
 
 from dlmserve.config import ServerConfig
+from dlmserve.control.policy.dlmserve import Dlmserve
 from dlmserve.control.policy.infaas import Infaas
 from dlmserve.control.policy.llumnix import Llumnix
 from dlmserve.control.policy.policy import Policy
+from dlmserve.control.policy.proteus import Proteus
+from dlmserve.control.policy.star import Star
+from dlmserve.control.policy.tediserve import Tediserve
 from dlmserve.errors import ConfigError
 
-POLICIES: dict[str, type[Policy]] = {"infaas": Infaas, "llumnix": Llumnix}
+POLICIES: dict[str, type[Policy]] = {
+    "infaas": Infaas,
+    "llumnix": Llumnix,
+    "proteus": Proteus,
+    "star": Star,
+    "tediserve": Tediserve,
+    "dlmserve": Dlmserve,
+}
 
 
 def make_policy(config: ServerConfig) -> Policy:

@@ -34,7 +34,7 @@ class View:
         return num_pages(len(request.canvas), self.page_size, request.spec.decoding.cache)
 
     def has_room(self, instance: Instance, request: RequestState, max_tokens: int | None) -> bool:
-        """`max_tokens`: of all residents' canvases together; an empty instance takes any that its pages hold."""
+        """`max_tokens`: of all residents' canvases together; an empty instance takes what its pages hold."""
         if not instance.has_room(self.num_pages(request)):
             return False
         fits = max_tokens is None or instance.num_tokens + len(request.canvas) <= max_tokens

@@ -1,0 +1,82 @@
+"""What the remaining work means on the cluster: batches, step times, time to the end, and who can be saved.
+
+A snapshot: computed from rows and the cost model when it is asked for. Decides nothing.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from dlmserve.control.policy.remaining import Rows
+from dlmserve.control.policy.threshold import OPTIMISM
+from dlmserve.control.policy.view import View
+
+
+class Outlook:
+    """Of some rows, each at all thresholds (n rows, T thresholds).
+
+    `tokens_per_step` [T] makes it EOS-aware: blocks that the predicted steps leave no time for don't count.
+    `refresh_blocks` asks what if all recomputed the whole canvas only every so many blocks.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        rows: Rows,
+        tokens_per_step: np.ndarray | None = None,
+        refresh_blocks: float | None = None,
+    ) -> None:
+        self._view, self.rows = view, rows
+        self.steps = rows.steps_left()
+        per_block = None if tokens_per_step is None else rows["block_length"][:, None] / tokens_per_step
+        self.recomputes = rows.recomputes_left(self.steps, per_block)
+        refresh = rows["refresh_blocks"] if refresh_blocks is None else refresh_blocks
+        self.tokens = rows.tokens_left(self.steps, self.recomputes, rows.recompute_tokens(refresh))
+
+    @property
+    def step_tokens(self) -> np.ndarray:
+        """Mean tokens per step of each row at its present threshold, float [n]: its share of a batch."""
+        return self.rows.step_tokens(self.steps, self.tokens, self.rows.index("current"))
+
+    def batches(self) -> np.ndarray:
+        """Expected packed tokens of a step, float [slots]; of the residents among the rows."""
+        slots, tokens = self.rows.index("slot"), self.step_tokens
+        resident = slots >= 0
+        num_slots = len(self._view.cluster.slots)
+        return np.bincount(slots[resident], tokens[resident], minlength=num_slots)
+
+    def time_s(self, batches: np.ndarray) -> np.ndarray:
+        """Seconds to the end in a batch of the present size, float [n, T]; of residents."""
+        return self.steps * step_times(self._view, batches)[self.rows.index("slot")][:, None]
+
+    def slack_s(self, now: float) -> np.ndarray:
+        """Until the deadline, float [n]; infinite without one."""
+        return self.rows["deadline"] - now
+
+    def savable(self, now: float) -> np.ndarray:
+        """Whether the deadline can be kept at best (lowest threshold, alone, fastest instance); bool [n]."""
+        at = np.arange(len(self.rows)), self.rows.index("bottom")
+        alone = self.tokens[at] / self.steps[at]
+        degrees = {instance.tp_degree for instance in self._view.cluster.serving()} or {1}
+        step_s = np.min([self._view.costs.step_s_many(degree, alone) for degree in degrees], axis=0)
+        return OPTIMISM * self.steps[at] * step_s <= self.slack_s(now)
+
+
+def step_times(view: View, batches: np.ndarray) -> np.ndarray:
+    """Seconds of a step of each slot's instance at these packed tokens, float [slots]."""
+    degrees = np.array([slot.tp_degree for slot in view.cluster.slots])
+    step_s = np.empty(len(batches))
+    for degree in np.unique(degrees):
+        of_degree = degrees == degree
+        step_s[of_degree] = view.costs.step_s_many(int(degree), batches[of_degree])
+    return step_s
+
+
+def residents_of(view: View, slots: Iterable[int]) -> Rows:
+    """The rows of the requests on these slots' instances."""
+    slot = view.work.rows()["slot"]
+    return view.work.take(np.flatnonzero(np.isin(slot, [slot for slot in slots if slot >= 0])))
+
+
+def all_residents(view: View) -> Rows:
+    return view.work.take(np.flatnonzero(view.work.rows()["slot"] >= 0))
