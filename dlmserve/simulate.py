@@ -21,7 +21,18 @@ from dlmserve.simulator import PredictorName, Simulator
 MAX_NUM_SEQS = 128
 NO_LIMIT = 10**9
 
-COLUMNS = ("policy", "rps", "seed", "requests", "dropped", "attainment", "threshold", "accuracy", "p50 s", "p99 s")
+COLUMNS = (
+    "policy",
+    "rps",
+    "seed",
+    "requests",
+    "dropped",
+    "attainment",
+    "threshold",
+    "accuracy",
+    "p50 s",
+    "p99 s",
+)
 
 
 def run_simulate(args: argparse.Namespace) -> int:
@@ -42,7 +53,9 @@ def run_simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def simulate(config: ServerConfig, scenario: Scenario, seed: int, predictor: PredictorName = "catboost") -> dict:
+def simulate(
+    config: ServerConfig, scenario: Scenario, seed: int, predictor: PredictorName = "catboost"
+) -> dict:
     """One run as the JSON schema has it."""
     ledger = Simulator(config, scenario, seed, predictor, time.perf_counter).run()
     head = {"scenario": scenario.name, "policy": config.policy, "seed": seed, "rps": scenario.rps}
@@ -81,20 +94,31 @@ def simulate_parser() -> Parser:
         description="Runs the scheduler of this server on a simulated cluster of LLaDA-8B on H100s.",
     )
     parser.add_argument(
-        "--scenario", default="gsm8k-4gpu", metavar="NAME", help=f"{', '.join(SCENARIOS)} (default: gsm8k-4gpu)"
+        "--scenario",
+        default="gsm8k-4gpu",
+        metavar="NAME",
+        help=f"{', '.join(SCENARIOS)} (default: gsm8k-4gpu)",
     )
-    parser.add_argument("--policy", default="dlmserve", metavar="NAME", help="one, or some with commas between")
+    parser.add_argument(
+        "--policy", default="dlmserve", metavar="NAME", help="one, or some with commas between"
+    )
     parser.add_argument(
         "--policy-option", action="append", default=[], metavar="NAME=X", help="of the policy; repeatable"
     )
-    parser.add_argument("--rps", type=_numbers, metavar="X", help="requests a second; some with commas: a sweep")
+    parser.add_argument(
+        "--rps", type=_numbers, metavar="X", help="requests a second; some with commas: a sweep"
+    )
     parser.add_argument("--seed", type=_integers, default=(0,), metavar="N", help="one, or some (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--cost-model", metavar="NAME", help="h100-measured or h100-nvlink (default: the scenario's)")
+    cluster.add_argument(
+        "--cost-model", metavar="NAME", help="h100-measured or h100-nvlink (default: the scenario's)"
+    )
     cluster.add_argument("--overhead-ms", type=float, metavar="X", help="of each step beyond the cost model")
     cluster.add_argument("--tp-layout", type=_integers, metavar="1,1,2", help="TP degree of each instance")
-    cluster.add_argument("--max-resident-tokens", type=int, metavar="N", help="per instance (default: the policy's)")
+    cluster.add_argument(
+        "--max-resident-tokens", type=int, metavar="N", help="per instance (default: the policy's)"
+    )
     cluster.add_argument("--refresh", default="full", metavar="full|response:K", help="as for serve")
     load = parser.add_argument_group("load")
     load.add_argument("--requests", type=int, metavar="N", help="how many (gsm8k-4gpu)")
@@ -160,7 +184,13 @@ def _table(results: list[dict]) -> Table:
     table = Table(*COLUMNS, title=f"{results[0]['scenario']}, {results[0]['options']['cost_model']}")
     for result in results:
         latency = result["latency_s"]
-        figures = (result["attainment"], result["mean_threshold"], result["accuracy"], latency["p50"], latency["p99"])
+        figures = (
+            result["attainment"],
+            result["mean_threshold"],
+            result["accuracy"],
+            latency["p50"],
+            latency["p99"],
+        )
         table.add_row(
             result["policy"],
             f"{result['rps']:g}",

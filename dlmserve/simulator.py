@@ -217,7 +217,9 @@ class Simulator:
                         self._at(self.now + self._scenario.predict_s, self._answer, None)
                     self._to_predict += progress
                 case Finish(request, _, summary):
-                    self.ledger.on_finish(request, self._jobs[request].arrived_at, self._scenario.slo_s, summary)
+                    self.ledger.on_finish(
+                        request, self._jobs[request].arrived_at, self._scenario.slo_s, summary
+                    )
                     self._forget(request)
                 case Drop(request) | Fail(request) | Reject(request):
                     self.ledger.on_drop(request, self._jobs[request].arrived_at, self._scenario.slo_s)
@@ -237,5 +239,3 @@ class Simulator:
         self._workers[name] = Worker(name, tp_degree, engine)
         for tp_rank in range(tp_degree):
             self._at(self.now, self._feed, RankFormed(name, tp_rank, num_pages))
-
-

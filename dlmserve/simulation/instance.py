@@ -113,11 +113,15 @@ class SimulatedEngine:
                     resident.release_asked = True
 
     def _admit(self, admit: Admit) -> None:
-        assert admit.decoding.cache == "dual" and admit.decoding.rule == "threshold", "only these are simulated"
+        assert admit.decoding.cache == "dual" and admit.decoding.rule == "threshold", (
+            "only these are simulated"
+        )
         num_pages = -(-len(admit.canvas) // self._page_size)
         try:
             if num_pages > self.num_pages - self.num_pages_in_use:
-                raise OutOfPages(f"request {admit.request} needs {num_pages} of {self.num_pages} KV pages; too few free")
+                raise OutOfPages(
+                    f"request {admit.request} needs {num_pages} of {self.num_pages} KV pages; too few free"
+                )
         except DlmServeError as error:
             self._failed.append((admit.request, str(error)))
             return
@@ -135,7 +139,9 @@ class SimulatedEngine:
         resident.block = (first_mask - admit.output_start) // length
         resident.block_start = admit.output_start + resident.block * length
         resident.block_end = min(resident.block_start + length, admit.output_end)
-        masked = np.array([token == MASK for token in admit.canvas[resident.block_start : resident.block_end]])
+        masked = np.array(
+            [token == MASK for token in admit.canvas[resident.block_start : resident.block_end]]
+        )
         self._decoder.begin_block(resident.row, admit.request, resident.block, masked, admit.steps_in_block)
 
     def _remove(self, request: int) -> None:
@@ -223,8 +229,9 @@ class SimulatedEngine:
     def check(self) -> None:
         """Raises AssertionError where pages and residents do not fit together."""
         held = sum(resident.num_pages for resident in self._residents.values())
-        assert held == self.num_pages_in_use <= self.num_pages, f"{held} pages held, {self.num_pages_in_use} counted"
-
+        assert held == self.num_pages_in_use <= self.num_pages, (
+            f"{held} pages held, {self.num_pages_in_use} counted"
+        )
 
 
 def _last_step(resident: Resident) -> int:

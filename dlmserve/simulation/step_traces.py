@@ -77,16 +77,19 @@ class Oracle:
         return np.array([self._steps_left(each) for each in progress])
 
     def _steps_left(self, progress: Progress) -> np.ndarray:
-        if progress.request not in self._courses:
-            self._courses[progress.request] = self._decode(progress.request)
-        course, block = self._courses[progress.request], progress.block
+        course, block = self.course(progress.request), progress.block
         if block >= len(course):
             return np.ones(len(self._thresholds))
         done = progress.num_unmasked_in_block / progress.block_length
         return np.maximum(course[block:].sum(0) - done * course[block], 1.0)
 
-    def _decode(self, request: int) -> np.ndarray:
+    def course(self, request: int) -> np.ndarray:
         """Steps of each block at each threshold, int [num_blocks, T]."""
+        if request not in self._courses:
+            self._courses[request] = self._decode(request)
+        return self._courses[request]
+
+    def _decode(self, request: int) -> np.ndarray:
         job, length = self._jobs[request], self._unmasking.calibration.block_length
         wanted = min(job.answer + 1, job.output)
         num_blocks = -(-wanted // length)

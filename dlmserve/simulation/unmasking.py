@@ -79,7 +79,9 @@ class Unmasking:
         self._fresh = spread.fresh * rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
         self._ease = rng.standard_normal(NUM_NOISE_ROWS, dtype=np.float32)
         self._places = np.arange(length, dtype=np.float32) * np.float32(spread.distance / length)
-        self._context = (spread.context * (1 - np.arange(length + 1) / length)).astype(np.float32)  # by masks left
+        self._context = (spread.context * (1 - np.arange(length + 1) / length)).astype(
+            np.float32
+        )  # by masks left
         self._knots, self._logits = _curve(calibration)
         self._free: list[int] = []
         self._base = np.zeros((0, length), np.float32)  # NEVER where unmasked
@@ -96,7 +98,9 @@ class Unmasking:
     def leave(self, row: int) -> None:
         self._free.append(row)
 
-    def begin_block(self, row: int, request: int, block: int, masked: np.ndarray, steps_in_block: int = 0) -> None:
+    def begin_block(
+        self, row: int, request: int, block: int, masked: np.ndarray, steps_in_block: int = 0
+    ) -> None:
         """`masked`: bool [at most block_length], which positions still hold the mask."""
         spread = self.calibration.spread
         key = _mix(request, block)
@@ -209,7 +213,9 @@ def _curve(calibration: Calibration) -> tuple[np.ndarray, np.ndarray]:
     logits, cuts = np.log(thresholds / (1 - thresholds)), np.array(calibration.cuts[::-1])
     below = cuts[0] - EXTRA_LOGITS * (cuts[1] - cuts[0]) / (logits[1] - logits[0])
     above = cuts[-1] + EXTRA_LOGITS * (cuts[-1] - cuts[-2]) / (logits[-1] - logits[-2])
-    return np.array([below, *cuts, above]), np.array([logits[0] - EXTRA_LOGITS, *logits, logits[-1] + EXTRA_LOGITS])
+    return np.array([below, *cuts, above]), np.array(
+        [logits[0] - EXTRA_LOGITS, *logits, logits[-1] + EXTRA_LOGITS]
+    )
 
 
 def _mix(request: int, block: int = 0) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from dlmserve.simulation.unmasking import DATA
 
 BLOCK_LENGTH = 32
+MAX_LENGTH = 4096  # of a canvas
 SHORTEST_ANSWER = 0.25  # early answers end, evenly spread, at this share of the output or later
 
 
@@ -56,13 +57,14 @@ def read_column(file: str, column: str) -> list[float]:
 
 
 def _sharegpt_lengths(num: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt and output lengths, drawn independently from the recorded quantiles, outputs in whole blocks."""
+    """Prompts and outputs, drawn independently from the recorded quantiles; outputs in whole blocks that fit."""
     file = "sharegpt_lengths.csv"
     quantiles = read_column(file, "quantile")
     prompts = np.interp(rng.uniform(size=num), quantiles, read_column(file, "input_tokens"))
     outputs = np.interp(rng.uniform(size=num), quantiles, read_column(file, "output_tokens"))
-    blocks = np.ceil(outputs / BLOCK_LENGTH).astype(int)
-    return np.ceil(prompts).astype(int), blocks * BLOCK_LENGTH
+    prompts = np.ceil(prompts).astype(int)
+    blocks = np.minimum(np.ceil(outputs / BLOCK_LENGTH).astype(int), (MAX_LENGTH - prompts) // BLOCK_LENGTH)
+    return prompts, blocks * BLOCK_LENGTH
 
 
 def _jobs(
