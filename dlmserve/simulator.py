@@ -1,7 +1,8 @@
 """The simulator: a heap of events around the same Scheduler object that serves.
 
-Owns virtual time: arrivals, steps of simulated instances (which run ahead of the head as the workers do), reports and
-commands on their way. Decides nothing. Deterministic: no clock but the one that is passed in to time decisions.
+Owns virtual time: arrivals, steps of simulated instances (which run ahead of the head as the workers do),
+reports and commands on their way. Decides nothing. Deterministic: no clock but the one that is passed in to
+time decisions.
 """
 
 import heapq

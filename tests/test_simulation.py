@@ -17,7 +17,7 @@ from dlmserve.simulation.results import Ledger, QualityProxy
 from dlmserve.simulation.scenarios import Scenario, get_scenario
 from dlmserve.simulation.step_traces import Oracle
 from dlmserve.simulation.unmasking import Unmasking, fit, load_calibration, read_table
-from dlmserve.simulation.workloads import Job, day_jobs, poisson_jobs
+from dlmserve.simulation.workloads import Job
 from dlmserve.simulator import Simulator
 
 SMALL = replace(
@@ -150,7 +150,7 @@ def test_quality_of_a_mix_of_thresholds_is_near_the_measured_one() -> None:
 
 
 def test_a_day_has_the_recorded_rates_and_lengths() -> None:
-    jobs = day_jobs(peak_rps=20.0, duration_s=7200.0, early=False, seed=0)
+    jobs = replace(get_scenario("sharegpt-16gpu"), rps=20.0).jobs(seed=0)
     at = np.array([job.arrived_at for job in jobs])
     assert len(jobs) == pytest.approx(63_736, rel=0.03)
     assert (at[1:] >= at[:-1]).all()
@@ -161,7 +161,7 @@ def test_a_day_has_the_recorded_rates_and_lengths() -> None:
 
 
 def test_poisson_arrivals_have_the_rate() -> None:
-    jobs = poisson_jobs(4000, 8.0, 1075, 256, early=False, seed=0)
+    jobs = replace(get_scenario("gsm8k-4gpu"), num_requests=4000, rps=8.0).jobs(seed=0)
     assert jobs[-1].arrived_at == pytest.approx(500, rel=0.05)
 
 
@@ -175,8 +175,9 @@ def test_the_command_writes_the_schema(tmp_path: Path) -> None:
     results = json.loads(file.read_text(encoding="utf-8"))
     assert [result["rps"] for result in results] == [4.0, 5.0]
     assert results[0].keys() == {
-        "scenario", "policy", "seed", "rps", "requests", "dropped", "attainment", "accuracy", "mean_threshold",
-        "latency_s", "tokens_per_s", "migrations", "reconfigurations", "decision_us", "overhead_ms", "options",
+        "scenario", "policy", "seed", "rps", "requests", "dropped", "attainment", "accuracy",
+        "mean_threshold", "latency_s", "tokens_per_s", "migrations", "reconfigurations", "decision_us",
+        "overhead_ms", "options",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A simulated instance computes the spans that the real engine computes, step by step, whatever it is told."""
+"""A simulated instance computes the spans that the real engine does, step by step, whatever it is told."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

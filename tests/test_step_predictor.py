@@ -1,4 +1,4 @@
-"""The learned step predictor: what it learns from, how far off it is, that a higher threshold takes longer."""
+"""The learned step predictor: what it learns from, its error, and that a higher threshold takes longer."""
 
 from dataclasses import replace
 from pathlib import Path

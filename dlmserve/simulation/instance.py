@@ -1,8 +1,8 @@
 """A model instance without a model: the worker's engine, spans and block bookkeeping, in numbers.
 
-Takes the worker's commands and gives the worker's step results; `tests/test_simulation_instance.py` holds it against
-the real engine, step by step. What is unmasked comes from an `Unmasking`; how long a step takes is the caller's.
-Covers the threshold rule without temperature, and models whose logits are not shifted.
+Takes the worker's commands and gives the worker's step results; `tests/test_simulation_instance.py` holds it
+against the real engine, step by step. What is unmasked comes from an `Unmasking`; how long a step takes is
+the caller's. Covers the threshold rule without temperature, and models whose logits are not shifted.
 """
 
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class StepResult:
 
 
 class Resident:
-    """One admitted request. Columns are canvas positions; `answer_end`: once no mask is before it, it is finished."""
+    """One admitted request. It is finished once no mask is before the column `answer_end`."""
 
     __slots__ = (
         "answer_end",

@@ -1,8 +1,9 @@
 """What a simulation yields: counts, latencies, quality, as the JSON schema that `bench` writes too.
 
-The quality proxy: a token unmasked at threshold g is worth the accuracy measured when all tokens are unmasked at g;
-a request's accuracy is the mean over its tokens. Held against the measured mixes of 0.9 and 0.6 by steps, it is within
-1.0 points (accuracy at the mean threshold would be up to 2.7 off, as the curve bends).
+The quality proxy: a token unmasked at threshold g is worth the accuracy measured when all tokens are
+unmasked at g; a request's accuracy is the mean over its tokens. Held against the measured mixes of 0.9 and
+0.6 by steps, it is within 1.0 points (accuracy at the mean threshold would be up to 2.7 off, as the curve
+bends).
 """
 
 from dataclasses import dataclass, field

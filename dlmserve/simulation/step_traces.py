@@ -1,7 +1,7 @@
 """Step predictors for the simulator: one trained on simulated requests, and an oracle that knows the course.
 
-Runs requests alone on a simulated engine at every threshold, as `train-predictor` does on a real one, and collects a
-row per step. The training requests are none of a scenario's own: they have numbers of their own.
+Runs requests alone on a simulated engine at every threshold, as `train-predictor` does on a real one, and
+collects a row per step. The training requests are none of a scenario's own: they have numbers of their own.
 """
 
 from dataclasses import replace
@@ -56,7 +56,7 @@ def _record_at(
 
 
 def train_predictor(scenario: Scenario, thresholds: tuple[float, ...]) -> CatBoostPredictor:
-    """As the paper trains its predictor: 100 requests at every threshold. The same for all rates, SLOs and seeds."""
+    """Trained as in the paper: 100 requests at every threshold. The same for all rates, SLOs and seeds."""
     return _train(replace(scenario, rps=1.0, num_requests=0, slo_s=1.0, overhead_s=0.0), thresholds)
 
 

@@ -2,13 +2,13 @@
 
 Each masked position j of a block has at each step a latent score
 
-    x_j = ease of the request + ease of the block + own_j + fresh_j(step) + context * (unmasked share of the block)
-          - distance * (j - first masked position) / block length
+    x_j = ease of the request + ease of the block + own_j + fresh_j(step)
+          + context * (unmasked share of the block) - distance * (j - first masked position) / block length
 
-with normal ease, own (constant within a block) and fresh noise: more context helps, far positions are harder, and a
-request that went slowly so far goes on slowly. A monotone curve turns scores into confidences; its knots, one for each
-measured threshold, are fitted so that the mean steps of a block equal the measured ones (`fit`). A position is unmasked
-at confidence >= threshold, the best one always, as the kernels do it.
+with normal ease, own (constant within a block) and fresh noise: more context helps, far positions are
+harder, and a request that went slowly so far goes on slowly. A monotone curve turns scores into confidences;
+its knots, one for each measured threshold, are fitted so that the mean steps of a block equal the measured
+ones (`fit`). A position is unmasked at confidence >= threshold, the best one always, as the kernels do it.
 
 The noise is looked up by (seed, request, block, step), not drawn in turn: a request's course depends on its
 thresholds only, never on who else is in the batch or on the policy. Knows nothing of instances or spans.
@@ -68,7 +68,7 @@ def read_table(column: str) -> dict[float, float]:
 
 
 class Unmasking:
-    """The blocks that are being decoded, one row each, so that a step of many requests is one array operation."""
+    """The blocks that are being decoded, one row each: a step of many requests is one array operation."""
 
     def __init__(self, calibration: Calibration, seed: int) -> None:
         self.calibration = calibration
@@ -118,7 +118,7 @@ class Unmasking:
         self._cuts[row] = np.interp(logit, self._logits, self._knots, right=np.inf)
 
     def step(self, rows: list[int]) -> tuple[list[int], list[int], list[float], np.ndarray]:
-        """One step: (index into rows, position in block, confidence) of all that is unmasked, by row, then position.
+        """One step: (index into rows, position in block, confidence) of all that is unmasked, in that order.
 
         The fourth value is the number of masks each row has left, int [len(rows)].
         """
@@ -165,7 +165,7 @@ def fit(tokens_per_step: dict[float, float], block_length: int, spread: Spread =
 
 
 class _Blocks:
-    """A sample of blocks with stratified ease, decoded again and again at different cuts with the same noise."""
+    """A sample of blocks with stratified ease; every cut is tried on the same noise."""
 
     NUM = 4096
     MAX_STEPS = 64

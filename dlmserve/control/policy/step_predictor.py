@@ -3,8 +3,8 @@
 Owns the regression and its error figures. Knows nothing of where the rows come from (a real engine, or the
 simulator) or where predictions run. catboost is imported when it is first needed: it takes half a second.
 
-Source: TeDiServe (arXiv 2606.29094), section 4 and appendix A: the target is the remaining steps over the output
-length, one row per executed step of 100 requests at every candidate threshold.
+Source: TeDiServe (arXiv 2606.29094), section 4 and appendix A: the target is the remaining steps over the
+output length, one row per executed step of 100 requests at every candidate threshold.
 """
 
 from dataclasses import dataclass
@@ -81,7 +81,8 @@ class CatBoostPredictor:
             raise ConfigError(f"step predictor {path} cannot be read: {error}; train it again") from error
         if len(model.feature_names_) != len(COLUMNS):
             raise ConfigError(
-                f"step predictor {path} has {len(model.feature_names_)} features; wanted {len(COLUMNS)}: train it again"
+                f"step predictor {path} has {len(model.feature_names_)} features; "
+                f"wanted {len(COLUMNS)}: train it again"
             )
         return cls(model)
 
