@@ -28,12 +28,15 @@ from dlmserve.control.policy.view import Move, View
 REBALANCE_S = 0.5
 LIMITS = Limits(min_gain=0.1, min_gain_s=0.2, cool_down_s=3.0, max_moves=2)
 REFRESH_HOLD_S = 3.0  # between two changes of the refresh lever
+REFRESH_HYSTERESIS = 0.7  # of the supply that must do before the lever is let go
 REFRESH_PAYS = 0.95  # the work that is left with it, at most, as a share of the work without
 INEFFICIENCY = 1.05  # cost per token that a batch may have over the cheapest
 
 
 class Dlmserve(SloPolicy):
     known_options = SloPolicy.known_options | {
+        "supply": 0.8,
+        "caution": 1.15,
         "instance_seconds": 1.0,
         "levels": 1.0,
         "eos_aware": 1.0,
@@ -41,7 +44,7 @@ class Dlmserve(SloPolicy):
         "efficient_batch": 1.0,
         "refresh": 1.0,
         "refresh_blocks": 8.0,  # whole canvas every so many blocks, where the lever is used
-        "refresh_below": 0.86,  # mean cap under which it is used
+        "refresh_supply": 0.5,  # share of the capacity that must do for 0.9 without it
     }
     max_resident_tokens = None
 
@@ -122,16 +125,17 @@ class Dlmserve(SloPolicy):
         self._batches = self.outlook(view, all_residents(view)).batches()
         if not np.isfinite(rows["deadline"]).any() or not view.cluster.serving():
             return rows.index("top")
-        usual = self._caps_of(now, view, self.outlook(view, rows, self._usual_refresh))
-        if not self.options["refresh"]:
-            return usual
-        relaxed = self.outlook(view, rows, self.options["refresh_blocks"])
-        self._switch_refresh(now, view, usual, relaxed)
-        return self._caps_of(now, view, relaxed) if self._refreshing else usual
+        usual = self.outlook(view, rows, self._usual_refresh)
+        if self.options["refresh"] and now >= self._refresh_changed_at + REFRESH_HOLD_S:
+            self._switch_refresh(now, view, usual)
+        if self._refreshing:
+            usual = self.outlook(view, rows, self.options["refresh_blocks"])
+        return self._caps_of(now, view, usual, self.options["supply"])
 
-    def _caps_of(self, now: float, view: View, outlook: Outlook) -> np.ndarray:
+    def _caps_of(self, now: float, view: View, outlook: Outlook, supply: float) -> np.ndarray:
         rows = outlook.rows
         work, rate = self._work(view, outlook)
+        rate *= supply
         slack_s, savable = outlook.slack_s(now), outlook.savable(now)
         if self.options["levels"]:
             limits = deadline_limits(slack_s, savable, rate)
@@ -159,24 +163,20 @@ class Dlmserve(SloPolicy):
         batch = beside * mean_tokens
         step_s = {each: view.costs.step_s(each, batch) for each in {i.tp_degree for i in serving}}
         speed = sum(step_s[degree] / step_s[instance.tp_degree] for instance in serving)
-        rate = self.options["supply"] * speed
         if not self.options["instance_seconds"]:
-            return outlook.tokens, rate * batch / step_s[degree]
+            return outlook.tokens, speed * batch / step_s[degree]
         fixed_s, per_token_s = view.costs.line(degree, batch)
         work = outlook.steps * (fixed_s / beside) + outlook.tokens * per_token_s
-        return np.maximum.accumulate(work[:, ::-1], axis=1)[:, ::-1], rate
+        return np.maximum.accumulate(work[:, ::-1], axis=1)[:, ::-1], speed
 
-    def _switch_refresh(self, now: float, view: View, usual: np.ndarray, relaxed: Outlook) -> None:
-        """`usual`: the caps without the lever. It must pay, and is not moved to and fro."""
-        mean = float(view.work.thresholds[usual].mean())
-        below = self.options["refresh_below"]
-        if now < self._refresh_changed_at + REFRESH_HOLD_S:
-            return
-        without = self.outlook(view, relaxed.rows, self._usual_refresh).tokens.sum()
-        pays = relaxed.tokens.sum() <= REFRESH_PAYS * without
-        wanted = pays and mean < below + (0.02 if self._refreshing else 0.0)
-        if wanted != self._refreshing:
-            self._refreshing, self._refresh_changed_at = wanted, now
+    def _switch_refresh(self, now: float, view: View, usual: Outlook) -> None:
+        """On while without it thresholds would have to fall, with some reserve, and if it pays."""
+        supply = self.options["refresh_supply"] * (REFRESH_HYSTERESIS if self._refreshing else 1.0)
+        short = (self._caps_of(now, view, usual, supply) > usual.rows["top"]).any()
+        relaxed = self.outlook(view, usual.rows, self.options["refresh_blocks"])
+        pays = relaxed.tokens.sum() <= REFRESH_PAYS * usual.tokens.sum()
+        if self._refreshing != (short and pays):
+            self._refreshing, self._refresh_changed_at = not self._refreshing, now
 
     def refreshes(self, view: View) -> dict[int, int]:
         rows = view.work.rows()

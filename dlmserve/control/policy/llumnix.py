@@ -6,10 +6,10 @@ baseline of the TeDiServe paper (arXiv 2606.29094) has it. The threshold is fixe
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from dlmserve.control.policy.cluster import Instance
+from dlmserve.control.policy.outlook import residents_of
 from dlmserve.control.policy.policy import Policy
+from dlmserve.control.policy.remaining import STAYING
 from dlmserve.control.policy.view import Decision, Move, View
 
 NEAR_BLOCK_START = 8  # masks left in a block: the worker runs ahead, so a move is asked for a little early
@@ -25,11 +25,13 @@ def greedy_moves(view: View, max_tokens: int | None, margin: float) -> Iterator[
 
     A step's latency is taken for a batch of all assigned tokens, after the move there and before it here.
     """
+    if not view.stepped_slots:
+        return
     serving = [instance for instance in view.cluster.instances.values() if instance.serving]
     if len(serving) < 2:
         return
-    tokens = {instance.name: instance.num_tokens for instance in serving}
-    step_s = {i.name: view.costs.step_s(i.tp_degree, i.num_tokens) for i in serving}
+    tokens = _tokens_after_moves(view, serving)
+    step_s = {i.name: view.costs.step_s(i.tp_degree, tokens[i.name]) for i in serving}
     target = min(serving, key=lambda instance: step_s[instance.name])
     for number in _near_block_start(view):
         request = view.requests[number]
@@ -46,10 +48,30 @@ def greedy_moves(view: View, max_tokens: int | None, margin: float) -> Iterator[
         target = min(serving, key=lambda instance: step_s[instance.name])
 
 
-def _near_block_start(view: View) -> list[int]:
+def _tokens_after_moves(view: View, serving: list[Instance]) -> dict[str, int]:
+    """Assigned tokens by instance, once those that were asked back have moved."""
+    tokens = {instance.name: instance.num_tokens for instance in serving}
     rows = view.work.rows()
-    near = (rows["masks_in_block"] <= NEAR_BLOCK_START) & (rows["recomputes"] >= 1) & (rows["slot"] >= 0)
-    return rows["number"][np.flatnonzero(near & (rows["moving"] == 0))].astype(int).tolist()
+    for number in rows.index("number")[rows["going_to"] != STAYING].tolist():
+        request = view.requests[number]
+        for name, change in (
+            (request.instance, -len(request.canvas)),
+            (request.moving_to, len(request.canvas)),
+        ):
+            if name in tokens:
+                tokens[name] += change
+    return tokens
+
+
+def _near_block_start(view: View) -> list[int]:
+    """On the instances that have ended a step."""
+    rows = residents_of(view, view.stepped_slots)
+    near = (
+        (rows["masks_in_block"] <= NEAR_BLOCK_START)
+        & (rows["recomputes"] >= 1)
+        & (rows["going_to"] == STAYING)
+    )
+    return rows.index("number")[near].tolist()
 
 
 def fastest_after(view: View, instances: list[Instance], num_tokens: int) -> Instance | None:

@@ -75,7 +75,10 @@ def step_times(view: View, batches: np.ndarray) -> np.ndarray:
 def residents_of(view: View, slots: Iterable[int]) -> Rows:
     """The rows of the requests on these slots' instances."""
     slot = view.work.rows()["slot"]
-    return view.work.take(np.flatnonzero(np.isin(slot, [slot for slot in slots if slot >= 0])))
+    resident = np.zeros(len(slot), dtype=bool)
+    for each in slots:
+        resident |= (slot == each) & (slot >= 0)
+    return view.work.take(np.flatnonzero(resident))
 
 
 def all_residents(view: View) -> Rows:

@@ -5,6 +5,7 @@ Source: Ahmad et al., "Proteus: A High-Throughput Inference-Serving System with 
 """
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import combinations
 
 import numpy as np
@@ -30,15 +31,23 @@ class Proteus(Policy):
         self._mix = np.eye(len(self.thresholds))[0]  # the highest threshold only
         self._credit = np.zeros(len(self.thresholds))
         self._solved_at = -np.inf
+        self._newest = -1  # request number
         self._recent: deque[tuple[float, int, int]] = deque()  # (arrived at, canvas, output length)
+
+    def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
+        """As the base; every arrival passes through here once, whether it is placed or has to wait."""
+        for number in view.waiting():
+            if number > self._newest:
+                request, self._newest = view.requests[number], number
+                self._recent.append((request.arrived_at, len(request.canvas), request.output_length))
+        while self._recent and self._recent[0][0] < now - SOLVE_S:
+            self._recent.popleft()
+        return super().placements(now, view)
 
     def level(self, now: float, request: RequestState, instance: Instance, view: View) -> int:
         """Smooth weighted round-robin over the mix; one that moves or is recovered keeps its threshold."""
         if request.started:
             return int(view.work.get(request.number, "current"))
-        self._recent.append((request.arrived_at, len(request.canvas), request.output_length))
-        while self._recent and self._recent[0][0] < now - SOLVE_S:
-            self._recent.popleft()
         if now >= self._solved_at + SOLVE_S and self._recent:
             self._solved_at = now
             self._mix = self._solve(now, view)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dlmserve.control.policy.outlook import Outlook
+from dlmserve.control.policy.remaining import STAYING
 from dlmserve.control.policy.view import Move, View
 
 HORIZON = np.arange(0, 96, 8)  # steps ahead; a block of 32 tokens takes about 11 at threshold 0.9
@@ -72,22 +73,23 @@ def look_ahead(
     index_of = np.full(len(view.cluster.slots), -1)
     index_of[list(serving)] = np.arange(len(serving))
     slots, degrees = list(serving), [instance.tp_degree for instance in serving.values()]
-    batches = outlook.batches()[slots]
+    tokens = outlook.step_tokens
+    going_to = rows.index("going_to")
+    home = index_of[np.where(going_to == STAYING, rows.index("slot"), going_to)]
+    batches = np.bincount(home[home >= 0], tokens[home >= 0], minlength=len(serving))
     step_s = np.array([view.costs.step_s(d, n) for d, n in zip(degrees, batches, strict=True)])
     steps = outlook.steps[at, rows.index("current")]
-    tokens = outlook.step_tokens
     seconds = step_s / np.maximum(batches, 1.0)
     seconds[batches == 0] = seconds[batches > 0].mean() if (batches > 0).any() else 1.0
-    balance = Balance(index_of[rows.index("slot")], tokens, steps, seconds)
+    balance = Balance(home, tokens, steps, seconds)
     movable = (
         (rows["masks_in_block"] <= NEAR_BLOCK_START)
         & (rows["recomputes"] >= 1)
-        & (rows["moving"] == 0)
+        & (rows["going_to"] == STAYING)
         & (now - rows["moved_at"] >= limits.cool_down_s)
     )
     moves: list[Move] = []
     while len(moves) < limits.max_moves:
-        home = index_of[rows.index("slot")]
         candidates = np.flatnonzero(movable & balance.overloaded(1)[home])
         targets = np.flatnonzero(balance.overloaded(-1))
         if not len(candidates) or not len(targets):
@@ -106,6 +108,7 @@ def look_ahead(
             continue
         moves.append(Move(request.number, instance.name))
         balance.move(chosen, source, goal)
+        home[chosen] = goal
         for place, change in ((source, -tokens[chosen]), (goal, tokens[chosen])):
             batches[place] += change
             step_s[place] = view.costs.step_s(degrees[place], float(batches[place]))

@@ -14,10 +14,11 @@ from dlmserve.control.policy.request import RequestState
 COLUMNS = (
     "number", "priority", "deadline", "slo_s", "top", "bottom", "cap", "current", "block_length",
     "masks_in_block", "whole_tokens", "response_tokens", "refresh_blocks", "recomputes", "steps",
-    "predicted_at", "slot", "moved_at", "moving",
+    "predicted_at", "slot", "moved_at", "going_to",
 )  # fmt: skip
 _INDEX = {name: i for i, name in enumerate(COLUMNS)}
 WAITING = -1.0  # in the column `slot`
+STAYING = -1.0  # in the column `going_to`, otherwise the slot that it will move to
 
 
 class Rows:
@@ -127,7 +128,7 @@ class RemainingWork:
             "predicted_at": request.steps,
             "slot": WAITING,
             "moved_at": -np.inf,
-            "moving": False,
+            "going_to": STAYING,
         }
 
     def _bounds(self, request: RequestState) -> tuple[int, int]:

@@ -28,6 +28,7 @@ class SloPolicy(Policy):
         "alg2": 1.0,  # caps by the load of the cluster
         "moves": 1.0,
         "supply": 0.9,  # share of the cluster's capacity that load control plans with
+        "caution": 1.0,  # predicted times count so many times over when they are held against deadlines
     }
     wants_predictions = controls_thresholds = True
     _controlled_at = -np.inf
@@ -53,7 +54,7 @@ class SloPolicy(Policy):
         own = self.outlook(view, rows)
         beside = self.outlook(view, residents_of(view, [instance.slot.index]))
         batch = float(own.step_tokens.sum() + beside.step_tokens.sum())
-        time_s = own.steps * view.costs.step_s(instance.tp_degree, batch)
+        time_s = self.options["caution"] * own.steps * view.costs.step_s(instance.tp_degree, batch)
         return int(pick(time_s, own.slack_s(now), rows["cap"], rows["bottom"], own.savable(now))[0])
 
     def decide(self, now: float, view: View) -> Decision:
@@ -74,7 +75,7 @@ class SloPolicy(Policy):
         levels = caps.astype(int)
         if self.options["alg1"]:
             outlook = self.outlook(view, rows)
-            time_s = outlook.time_s(outlook.batches())
+            time_s = self.options["caution"] * outlook.time_s(outlook.batches())
             levels = pick(time_s, outlook.slack_s(now), caps, rows["bottom"], outlook.savable(now))
         changed = np.flatnonzero(levels != rows.index("current"))
         return dict(zip(rows.index("number")[changed].tolist(), levels[changed].tolist(), strict=True))

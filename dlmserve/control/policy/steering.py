@@ -14,7 +14,7 @@ from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.events import Action, Predict, Predicted, Send
 from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.predictions import HistoricalAverage
-from dlmserve.control.policy.remaining import WAITING, RemainingWork
+from dlmserve.control.policy.remaining import STAYING, WAITING, RemainingWork
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.view import View
 from dlmserve.messages import Release, SetRefresh, SetThreshold, StepReport
@@ -72,7 +72,7 @@ class Steering:
         """It is resident no more: finished, moved, or its instance is lost."""
         work = self.view.work
         work.set(request.number, "slot", WAITING)
-        work.set(request.number, "moving", False)
+        work.set(request.number, "going_to", STAYING)
         work.set(request.number, "recomputes", request.recomputes_left)
         self.view.changed_slots.add(instance.slot.index)
 
@@ -81,6 +81,7 @@ class Steering:
     ) -> Iterator[Action]:
         """The live ones among a report's requests, after the step is applied to each."""
         self.view.costs.observe(instance.tp_degree, report.num_tokens, report.duration_s + report.idle_s)
+        self.view.stepped_slots.add(instance.slot.index)
         if requests:
             self.view.work.proceed(requests)
         yield from self._ask([request for request in requests if _is_due(request)])
@@ -132,6 +133,7 @@ class Steering:
         """Performs what the policy wants done; says nothing that an instance knows already."""
         decision = self._policy.decide(now, self.view)
         self.view.changed_slots.clear()
+        self.view.stepped_slots.clear()
         if decision.caps is not None:
             self.view.work.rows()["cap"][:] = decision.caps
             self.view.load_changed = False
@@ -151,7 +153,8 @@ class Steering:
             request = self._requests[number]
             if request.instance and request.moving_to is None:
                 request.moving_to, request.moved_at = target, now
-                self.view.work.set(number, "moving", True)
+                slot = self.view.cluster.instances[target].slot.index
+                self.view.work.set(number, "going_to", slot)
                 self.view.work.set(number, "moved_at", now)
                 yield Send(request.instance, Release(number))
 

@@ -98,7 +98,7 @@ def level_caps(
             raised = np.maximum(np.minimum(chosen, level), top)
             raised = np.where(members & (left >= 0), raised, chosen)
             extra = work[rows, raised] - work[rows, chosen]
-            paid = np.cumsum(extra) <= left + 1e-9
+            paid = (extra == 0) | (np.cumsum(extra) <= left + 1e-9)
             num_paid = len(paid) if paid.all() else int(paid.argmin())
             chosen[:num_paid] = raised[:num_paid]
             if num_paid < len(paid):

@@ -28,6 +28,7 @@ class View:
         [], list[int]
     ]  # request numbers: those that have started first, by priority, by arrival
     changed_slots: set[int] = field(default_factory=set)  # their residents or predictions have changed
+    stepped_slots: set[int] = field(default_factory=set)  # their instances have ended a step
     load_changed: bool = True  # requests came, ended or have new predictions
 
     def num_pages(self, request: RequestState) -> int:
