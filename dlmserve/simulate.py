@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -21,18 +22,7 @@ from dlmserve.simulator import PredictorName, Simulator
 MAX_NUM_SEQS = 128
 NO_LIMIT = 10**9
 
-COLUMNS = (
-    "policy",
-    "rps",
-    "seed",
-    "requests",
-    "dropped",
-    "attainment",
-    "threshold",
-    "accuracy",
-    "p50 s",
-    "p99 s",
-)
+COLUMNS = ("policy", "rps", "seed", "dropped", "SLO met", "threshold", "accuracy", "p50 s", "p99 s")
 
 
 def run_simulate(args: argparse.Namespace) -> int:
@@ -181,7 +171,9 @@ def _line(result: dict) -> str:
 
 
 def _table(results: list[dict]) -> Table:
-    table = Table(*COLUMNS, title=f"{results[0]['scenario']}, {results[0]['options']['cost_model']}")
+    table = Table(
+        *COLUMNS, box=SIMPLE_HEAD, title=f"{results[0]['scenario']}, {results[0]['options']['cost_model']}"
+    )
     for result in results:
         latency = result["latency_s"]
         figures = (
@@ -194,7 +186,7 @@ def _table(results: list[dict]) -> Table:
         table.add_row(
             result["policy"],
             f"{result['rps']:g}",
-            *(str(result[name]) for name in ("seed", "requests", "dropped")),
+            *(str(result[name]) for name in ("seed", "dropped")),
             *("-" if figure is None else f"{figure:.3f}" for figure in figures),
         )
     return table

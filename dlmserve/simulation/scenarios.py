@@ -17,7 +17,7 @@ OVERHEAD_S = 0.007
 
 # Requests a second that 16 x TP1 finish at 0.9 under the paper's resident limit, all busy
 # (`python -m bench.simulations --only capacity`).
-SHAREGPT_CAPACITY_RPS = 20.0
+SHAREGPT_CAPACITY_RPS = 45.0
 
 # An H100 of 80 GB: 90% usable, less 16.1 GB of weights and 4 GB of activations, at 0.5 MiB of K/V a token
 # (LLaDA-8B has 32 layers of 32 K/V heads of 128, bfloat16).

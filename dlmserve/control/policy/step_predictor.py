@@ -79,10 +79,10 @@ class CatBoostPredictor:
             model.load_model(str(path))
         except CatBoostError as error:
             raise ConfigError(f"step predictor {path} cannot be read: {error}; train it again") from error
-        if len(model.feature_names_) != len(COLUMNS):
+        num_features = len(model.feature_names_ or ())
+        if num_features != len(COLUMNS):
             raise ConfigError(
-                f"step predictor {path} has {len(model.feature_names_)} features; "
-                f"wanted {len(COLUMNS)}: train it again"
+                f"step predictor {path} has {num_features} features; wanted {len(COLUMNS)}: train it again"
             )
         return cls(model)
 
