@@ -10,6 +10,7 @@ from dlmserve.control.policy.policies import POLICIES, make_policy
 from dlmserve.control.policy.proteus import best_mix
 from dlmserve.control.policy.rebalance import Balance
 from dlmserve.errors import ConfigError, Unavailable
+from dlmserve.flags import POLICY_NAMES
 from dlmserve.messages import Admit, Command, Decoding, Release, SetRefresh, SetThreshold
 from tests.story import BLOCK, Story, make_admit, make_spec, make_step
 
@@ -267,3 +268,7 @@ def test_proteus_gives_arrivals_the_mix_and_each_keeps_its_threshold() -> None:
 def test_an_unknown_option_is_refused_by_name(policy: str) -> None:
     with pytest.raises(ConfigError, match="'drop_lite'"):
         make_policy(ServerConfig(policy=policy, policy_options={"drop_lite": 1.0}))
+
+
+def test_help_names_all_policies() -> None:
+    assert POLICY_NAMES.split("|") == list(POLICIES)
