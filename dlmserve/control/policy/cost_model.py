@@ -27,6 +27,7 @@ PRESETS = ("h100-measured", "h100-nvlink")
 # Online correction: weight of one report against its predecessors', and of the profile in reports.
 FORGET = 0.995
 TRUST = 0.5
+STALE_REPORTS = 32  # after which the efficient batch is computed anew
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Curve:
         self._tokens, self._seconds = tokens, seconds
         self._grid = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
         self.scale, self.offset_s = 1.0, 0.0
+        self._num_observed = 0
+        self._efficient: tuple[float, int, float] | None = None  # (excess, age, tokens)
         self._sums = [0.0] * 5  # weights; profile; profile^2; observed; observed * profile
         for profile_s in (seconds[0], seconds[-1]):
             self._add(profile_s, profile_s, TRUST)
@@ -97,11 +100,16 @@ class Curve:
 
     def efficient_tokens(self, excess: float) -> float:
         """The smallest batch whose cost per token is at most `excess` times the least."""
-        sizes = np.geomspace(self._tokens[0], self._tokens[-1], 64)
-        per_token = self.step_s_many(sizes) / sizes
-        return float(sizes[int((per_token <= excess * per_token.min()).argmax())])
+        age = self._num_observed // STALE_REPORTS
+        if self._efficient is None or self._efficient[:2] != (excess, age):
+            sizes = np.geomspace(self._tokens[0], self._tokens[-1], 64)
+            per_token = self.step_s_many(sizes) / sizes
+            size = float(sizes[int((per_token <= excess * per_token.min()).argmax())])
+            self._efficient = (excess, age, size)
+        return self._efficient[2]
 
     def observe(self, num_tokens: float, duration_s: float) -> None:
+        self._num_observed += 1
         self._sums = [FORGET * each for each in self._sums]
         self._add(self._profile_s(num_tokens), duration_s, 1.0)
         weight, x, xx, y, xy = self._sums

@@ -44,7 +44,7 @@ class Dlmserve(SloPolicy):
         "efficient_batch": 1.0,
         "refresh": 1.0,
         "refresh_blocks": 8.0,  # whole canvas every so many blocks, where the lever is used
-        "refresh_supply": 0.5,  # share of the capacity that must do for 0.9 without it
+        "refresh_supply": 0.25,  # share of the capacity that must do for 0.9 without it
     }
     max_resident_tokens = None
 

@@ -57,19 +57,20 @@ class Outlook:
         """Whether the deadline can be kept at best (lowest threshold, alone, fastest instance); bool [n]."""
         at = np.arange(len(self.rows)), self.rows.index("bottom")
         alone = self.tokens[at] / self.steps[at]
-        degrees = {instance.tp_degree for instance in self._view.cluster.serving()} or {1}
-        step_s = np.min([self._view.costs.step_s_many(degree, alone) for degree in degrees], axis=0)
+        degrees = {slot.tp_degree for slot in self._view.cluster.slots}
+        step_s = self._view.costs.step_s_many(degrees.pop(), alone)
+        for degree in degrees:
+            step_s = np.minimum(step_s, self._view.costs.step_s_many(degree, alone))
         return OPTIMISM * self.steps[at] * step_s <= self.slack_s(now)
 
 
 def step_times(view: View, batches: np.ndarray) -> np.ndarray:
     """Seconds of a step of each slot's instance at these packed tokens, float [slots]."""
-    degrees = np.array([slot.tp_degree for slot in view.cluster.slots])
-    step_s = np.empty(len(batches))
-    for degree in np.unique(degrees):
-        of_degree = degrees == degree
-        step_s[of_degree] = view.costs.step_s_many(int(degree), batches[of_degree])
-    return step_s
+    degrees = [slot.tp_degree for slot in view.cluster.slots]
+    if len(set(degrees)) == 1:
+        return view.costs.step_s_many(degrees[0], batches)
+    step_s = {degree: view.costs.step_s_many(degree, batches) for degree in set(degrees)}
+    return np.array([step_s[degree][slot] for slot, degree in enumerate(degrees)])
 
 
 def residents_of(view: View, slots: Iterable[int]) -> Rows:

@@ -23,6 +23,7 @@ PUBLISHED_TOKENS_PER_STEP = {0.5: 6.58, 0.6: 5.65, 0.7: 4.77, 0.8: 3.89, 0.9: 3.
 PRIOR_STEPS = 100.0  # how many observed steps outweigh what was published
 PRIOR_REQUESTS = 5.0  # and how many finished requests the assumption that answers fill their output
 MAX_STEPS = 20_000.0  # older observations fade
+STALE_STEPS = 200  # observed steps after which the means are computed anew
 
 
 class Progress(NamedTuple):
@@ -92,10 +93,13 @@ class HistoricalAverage:
 
     def __init__(self) -> None:
         self._seen: dict[float, list[float]] = {}  # threshold -> [steps, tokens]
+        self._num_observed = 0
+        self._means: tuple[bytes, int, np.ndarray] | None = None  # (thresholds, age, tokens per step)
         self._num_finished = PRIOR_REQUESTS
         self._used = PRIOR_REQUESTS  # sum over finished requests of the share of the output that was used
 
     def observe_step(self, threshold: float, num_unmasked: int) -> None:
+        self._num_observed += 1
         seen = self._seen.setdefault(threshold, [0.0, 0.0])
         seen[0] += 1
         seen[1] += num_unmasked
@@ -110,6 +114,12 @@ class HistoricalAverage:
 
     def tokens_per_step(self, thresholds: np.ndarray) -> np.ndarray:
         """float [T]. A threshold that was rarely used follows the published ratio to the others."""
+        age, key = self._num_observed // STALE_STEPS, thresholds.tobytes()
+        if self._means is None or self._means[:2] != (key, age):
+            self._means = (key, age, self._tokens_per_step(thresholds))
+        return self._means[2]
+
+    def _tokens_per_step(self, thresholds: np.ndarray) -> np.ndarray:
         published = _published(thresholds)
         if not self._seen:
             return published
