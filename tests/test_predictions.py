@@ -42,7 +42,7 @@ def test_each_request_has_the_quantiles_of_its_own_confidences(rows: list[list[f
 
 
 def test_at_first_the_published_figures_hold() -> None:
-    table = features([make_progress([], output_length=256)])
+    table = features([make_progress([], output_length=256, steps=0)])
     predicted = HistoricalAverage().predict(table, THRESHOLDS)
     np.testing.assert_allclose(predicted, [256 / np.array([3.02, 3.89, 4.77, 5.65, 6.58])])
 
@@ -61,11 +61,23 @@ def test_it_learns_how_early_answers_end() -> None:
     for _ in range(300):
         average.observe_finish(0.25)
     early, late = average.predict(
-        features([make_progress([], output_length=400), make_progress([0.9] * 300, output_length=400)]),
+        features(
+            [
+                make_progress([], output_length=400, steps=0),
+                make_progress([0.9] * 300, output_length=400, steps=100),
+            ]
+        ),
         THRESHOLDS,
     )
     assert early[0] == pytest.approx(100 / 3.02, rel=0.1)
     assert late[0] == pytest.approx(10 / 3.02, rel=0.1)
+
+
+def test_who_was_slow_so_far_is_expected_to_stay_slow() -> None:
+    rows = [make_progress([0.5] * 60, output_length=256, steps=steps) for steps in (10, 19, 60)]
+    fast, usual, slow = HistoricalAverage().predict(features(rows), THRESHOLDS)[:, 0]
+    assert fast == usual == pytest.approx(196 / 3.02)
+    assert slow == pytest.approx(196 * 68 / (60 + 8 * 3.02))
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.3, 0.5, 0.9, 0.95]), st.integers(1, 32)), max_size=40))

@@ -37,6 +37,7 @@ class Dlmserve(SloPolicy):
     known_options = SloPolicy.known_options | {
         "supply": 0.8,
         "caution": 1.15,
+        "reserve": 0.05,
         "instance_seconds": 1.0,
         "levels": 1.0,
         "eos_aware": 1.0,

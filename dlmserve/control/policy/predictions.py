@@ -16,10 +16,11 @@ FEATURES = (
     "step", "unmasked", "block", "unmasked_in_block", "output_length",
     "confidence_min", "confidence_q25", "confidence_median", "confidence_mean", "confidence_q75",
 )  # fmt: skip
-UNMASKED, OUTPUT_LENGTH = FEATURES.index("unmasked"), FEATURES.index("output_length")
+STEP, UNMASKED, OUTPUT_LENGTH = map(FEATURES.index, ("step", "unmasked", "output_length"))
 
 # Before anything was observed: LLaDA-8B on GSM8K, tokens per step with a dual cache (TeDiServe artifact).
 PUBLISHED_TOKENS_PER_STEP = {0.5: 6.58, 0.6: 5.65, 0.7: 4.77, 0.8: 3.89, 0.9: 3.02}
+OWN_STEPS = 8.0  # how many steps of a request's own outweigh the usual pace
 PRIOR_STEPS = 100.0  # how many observed steps outweigh what was published
 PRIOR_REQUESTS = 5.0  # and how many finished requests the assumption that answers fill their output
 MAX_STEPS = 20_000.0  # older observations fade
@@ -133,16 +134,21 @@ class HistoricalAverage:
 
     def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
         length = features[:, OUTPUT_LENGTH]
-        return self.steps_left(length, features[:, UNMASKED] * length, thresholds)
+        steps = np.maximum(features[:, STEP] * length - 1, 0.0)
+        return self.steps_left(length, features[:, UNMASKED] * length, steps, thresholds)
 
     def steps_left(
-        self, output_length: np.ndarray, unmasked: np.ndarray, thresholds: np.ndarray
+        self, output_length: np.ndarray, unmasked: np.ndarray, steps: np.ndarray, thresholds: np.ndarray
     ) -> np.ndarray:
-        """The same from the tokens of each output and how many are unmasked, both [n]; -> float [n, T]."""
+        """The same from each request's tokens in all, tokens unmasked and steps done, [n]."""
         usual = self._used / self._num_finished * output_length
         # One that is past the usual end goes on for a part of what is left.
         tokens = np.maximum(usual - unmasked, 0.1 * (output_length - unmasked))
-        return np.maximum(tokens[:, None] / self.tokens_per_step(thresholds), 1.0)
+        speeds = self.tokens_per_step(thresholds)
+        # One that was slower than usual goes on so; one that was faster may have had a lower threshold.
+        own = (unmasked + OWN_STEPS * speeds[0]) / (steps + OWN_STEPS)
+        pace = np.minimum(own / speeds[0], 1.0)
+        return np.maximum(tokens[:, None] / (pace[:, None] * speeds), 1.0)
 
 
 def _published(thresholds: np.ndarray) -> np.ndarray:

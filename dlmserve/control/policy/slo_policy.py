@@ -28,7 +28,8 @@ class SloPolicy(Policy):
         "alg2": 1.0,  # caps by the load of the cluster
         "moves": 1.0,
         "supply": 0.9,  # share of the cluster's capacity that load control plans with
-        "caution": 1.0,  # predicted times count so many times over when they are held against deadlines
+        "caution": 1.0,  # predicted times count so many times over when they are held against deadlines,
+        "reserve": 0.0,  # and deadlines come so much sooner, as a share of the SLO
     }
     wants_predictions = controls_thresholds = True
     _controlled_at = -np.inf
@@ -55,7 +56,11 @@ class SloPolicy(Policy):
         beside = self.outlook(view, residents_of(view, [instance.slot.index]))
         batch = float(own.step_tokens.sum() + beside.step_tokens.sum())
         time_s = self.options["caution"] * own.steps * view.costs.step_s(instance.tp_degree, batch)
-        return int(pick(time_s, own.slack_s(now), rows["cap"], rows["bottom"], own.savable(now))[0])
+        return int(pick(time_s, self._slack_s(now, own), rows["cap"], rows["bottom"], own.savable(now))[0])
+
+    def _slack_s(self, now: float, outlook: Outlook) -> np.ndarray:
+        slo_s = outlook.rows["slo_s"]
+        return outlook.slack_s(now) - self.options["reserve"] * np.where(np.isfinite(slo_s), slo_s, 0.0)
 
     def decide(self, now: float, view: View) -> Decision:
         moves = tuple(self.moves(now, view)) if self.options["moves"] else ()
@@ -76,6 +81,7 @@ class SloPolicy(Policy):
         if self.options["alg1"]:
             outlook = self.outlook(view, rows)
             time_s = self.options["caution"] * outlook.time_s(outlook.batches())
-            levels = pick(time_s, outlook.slack_s(now), caps, rows["bottom"], outlook.savable(now))
+            slack_s, savable = self._slack_s(now, outlook), outlook.savable(now)
+            levels = pick(time_s, slack_s, caps, rows["bottom"], savable)
         changed = np.flatnonzero(levels != rows.index("current"))
         return dict(zip(rows.index("number")[changed].tolist(), levels[changed].tolist(), strict=True))

@@ -118,7 +118,8 @@ class Steering:
     def _usual_steps(self, requests: list[RequestState]) -> np.ndarray:
         lengths = np.array([request.output_length for request in requests], dtype=float)
         unmasked = np.array([request.num_unmasked for request in requests], dtype=float)
-        return self.view.history.steps_left(lengths, unmasked, self.view.work.thresholds)
+        steps = np.array([request.steps for request in requests], dtype=float)
+        return self.view.history.steps_left(lengths, unmasked, steps, self.view.work.thresholds)
 
     # ---- decisions
 
