@@ -119,6 +119,7 @@ def test_no_limit_comes_from_requests_without_a_deadline_or_without_hope() -> No
     slack = np.array([4.0, np.inf, 0.5])
     limits = deadline_limits(slack, np.array([True, True, False]), rate=2.0)
     assert limits.tolist() == [8.0, 8.0, 8.0]
+    assert deadline_limits(np.array([0.5, np.inf]), np.array([False, True]), rate=2.0).tolist() == [0.0, 0.0]
     assert np.isinf(deadline_limits(np.array([np.inf]), np.array([True]), rate=2.0)).all()
 
 

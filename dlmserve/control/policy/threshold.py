@@ -65,11 +65,12 @@ def deadline_limits(slack_s: np.ndarray, savable: np.ndarray, rate: float) -> np
     """How much work may be done until each row's deadline, float [n], for a supply of `rate` work per second.
 
     A row without a deadline, or one that is lost anyhow, sets no limit of its own: its work has to be done by
-    the time of the latest deadline there is.
+    the time of the latest deadline there is. Where all are lost, nothing is left to spend.
     """
-    finite = savable & np.isfinite(slack_s)
+    has_deadline = np.isfinite(slack_s)
+    finite = savable & has_deadline
     if not finite.any():
-        return np.full(len(slack_s), np.inf)
+        return np.full(len(slack_s), 0.0 if has_deadline.any() else np.inf)
     latest = slack_s[finite].max()
     return rate * np.where(finite, np.maximum(slack_s, 0.0), latest)
 
