@@ -142,8 +142,7 @@ class RemainingWork:
     def _own_steps(self, request: RequestState, steps_left: np.ndarray) -> np.ndarray | float:
         decoding = request.spec.decoding
         if decoding.rule == "steps":
-            num_blocks = -(-request.output_length // decoding.block_length)
-            return num_blocks * decoding.value - request.steps
+            return request.num_blocks * decoding.value - request.steps
         return steps_left[self._bounds(request)[0]] if request.spec.pinned else steps_left
 
     def predict(self, requests: list[RequestState], at_steps: list[int], steps_left: np.ndarray) -> None:
@@ -158,11 +157,13 @@ class RemainingWork:
     def proceed(self, requests: list[RequestState]) -> None:
         """These have made a step."""
         rows = [self._row_of[request.number] for request in requests]
-        self._columns[_INDEX["steps"], rows] = [request.steps for request in requests]
-        self._columns[_INDEX["recomputes"], rows] = [request.recomputes_left for request in requests]
-        self._columns[_INDEX["masks_in_block"], rows] = [
-            request.spec.decoding.block_length - request.num_unmasked_in_block for request in requests
-        ]
+        steps, recomputes, in_block = np.array(
+            [(each.steps, each.recomputes_left, each.num_unmasked_in_block) for each in requests]
+        ).T
+        self._columns[_INDEX["steps"], rows] = steps
+        self._columns[_INDEX["recomputes"], rows] = recomputes
+        left = self._columns[_INDEX["block_length"], rows] - in_block
+        self._columns[_INDEX["masks_in_block"], rows] = left
 
     def remove(self, number: int) -> None:
         row, last = self._row_of.pop(number), len(self._row_of)

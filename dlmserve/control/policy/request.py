@@ -93,6 +93,7 @@ class RequestState:
     arrived_at: float
     mask_id: int
     canvas: list[int] = field(init=False)
+    num_blocks: int = field(init=False)
     threshold: float = field(init=False)  # the rule's value for its next step, as the head last set it
     refresh_blocks: int = field(init=False)  # whole-canvas recompute every so many blocks, as last set
     threshold_cap: float | None = None
@@ -114,6 +115,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.canvas = list(self.spec.canvas)
+        self.num_blocks = -(-self.output_length // self.spec.decoding.block_length)
         self.threshold = self.spec.decoding.value
         self.refresh_blocks = self.spec.decoding.refresh_blocks
 
@@ -132,8 +134,7 @@ class RequestState:
     @property
     def recomputes_left(self) -> int:
         """Recompute steps to come, if it goes on to its last block."""
-        num_blocks = -(-self.output_length // self.spec.decoding.block_length)
-        return num_blocks - self.block - (self.steps_in_block > 0) + self.cache_lost
+        return self.num_blocks - self.block - (self.steps_in_block > 0) + self.cache_lost
 
     def progress(self) -> Progress:
         return Progress(
