@@ -20,6 +20,7 @@ from dlmserve.control.policy.view import Move, View
 class Tediserve(SloPolicy):
     known_options = SloPolicy.known_options | {
         "drop_late": 1.0,
+        "supply": 0.8,  # at 0.9 attainment falls earlier than published, at 0.7 later
         "margin": 0.05,  # a move must make the step faster by this share
     }
 
