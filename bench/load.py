@@ -54,7 +54,7 @@ async def stream(session: aiohttp.ClientSession, prompt: str) -> dict:
     return {"first_s": first, "total_s": time.perf_counter() - began, "text": text}
 
 
-def probe_health(base: str, stop: Event, out: Queue) -> None:
+def probe_health(base: str, started: Event, stop: Event, out: Queue) -> None:
     """In a process of its own, so that the clients' work is not taken for the server's."""
     address = urlsplit(base)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
@@ -66,6 +66,7 @@ def probe_health(base: str, stop: Event, out: Queue) -> None:
         response.read()
         assert response.status == 200
         times.append(time.perf_counter() - began)
+        started.set()
     out.put(times)
 
 
@@ -99,9 +100,10 @@ async def measure(base: str, num_clients: int, seed: int) -> dict:
     limit = aiohttp.ClientTimeout(total=TOTAL_LIMIT_S)
     async with aiohttp.ClientSession(base, connector=connector, timeout=limit) as session:
         context = get_context("spawn")
-        stop, out = context.Event(), context.Queue()
-        prober = context.Process(target=probe_health, args=(base, stop, out))
+        started, stop, out = context.Event(), context.Event(), context.Queue()
+        prober = context.Process(target=probe_health, args=(base, started, stop, out))
         prober.start()
+        await asyncio.to_thread(started.wait)
         began = time.perf_counter()
         answers = await asyncio.gather(*(stream(session, p.prompt) for p in problems))
         total_s = time.perf_counter() - began

@@ -14,6 +14,7 @@ from dlmserve.flags import Parser, add_flags, make_config, unknown_name
 EPILOG = """commands:
   serve     serve a model over HTTP (the default)
   generate  answer one prompt in the terminal, the canvas filling in as you watch
+  simulate  policies on a simulated cluster of GPUs
 
 `dlmserve COMMAND --help` lists a command's options."""
 
@@ -53,6 +54,12 @@ def generate(argv: list[str]) -> int:
     from dlmserve.generate import run_generate
 
     return run_generate(args)
+
+
+def simulate(argv: list[str]) -> int:
+    from dlmserve.simulate import run_simulate, simulate_parser
+
+    return run_simulate(simulate_parser().parse(argv))
 
 
 def _generate_parser() -> Parser:
@@ -109,4 +116,4 @@ def _choice(group: argparse._ArgumentGroup, name: str, options: tuple[str, ...])
     group.add_argument(name, choices=options, default=options[0], help=f"default: {options[0]}")
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"serve": serve, "generate": generate}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"serve": serve, "generate": generate, "simulate": simulate}

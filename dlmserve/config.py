@@ -33,6 +33,9 @@ class ServerConfig:
     refresh: str = "full"  # "full" | "response:K"
     slo_ms: float | None = None
     policy: str = "infaas"
+    step_predictor: str | None = None  # file of a trained one; None: the server's own history predicts
+    policy_options: dict[str, float] = field(default_factory=dict)  # what each policy's known_options name
+    max_resident_tokens: int | None = None  # per instance, of all canvases; None: the policy's own limit
     page_size: int = 32
     listen: str | None = None
     drain_s: float = 30.0

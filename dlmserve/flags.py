@@ -7,7 +7,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +39,11 @@ class Flag:
     metavar: str
     read: Callable[[str], Any] = str
     wanted: str = "text"
-    repeatable: bool = False
+    read_all: Callable[[list[str]], Any] | None = None  # of a flag that may be repeated: all its texts
+
+    @property
+    def repeatable(self) -> bool:
+        return self.read_all is not None
 
     def parse(self, text: str) -> Any:
         """Raises ConfigError."""
@@ -55,6 +59,8 @@ def _flag(group: str, field: str, metavar: str, help: str, **more: Any) -> Flag:
 
 _INTEGER: dict[str, Any] = {"read": int, "wanted": "an integer"}
 _NUMBER: dict[str, Any] = {"read": float, "wanted": "a number"}
+
+POLICY_NAMES = "infaas|llumnix|proteus|star|tediserve|dlmserve"
 
 FLAGS = [
     _flag("model", "model", "NAME", "alias (tiny, llada-8b, dream-7b, ...), Hugging Face id, or folder"),
@@ -87,7 +93,23 @@ FLAGS = [
     _flag("decoding", "cache", "none|prefix|dual", "KV caching within a block"),
     _flag("decoding", "refresh", "full|response:K", "what a block's first step computes"),
     _flag("decoding", "slo_ms", "MS", "latency SLO of requests that name none (default: none)", **_NUMBER),
-    _flag("decoding", "policy", "NAME", "scheduling policy"),
+    _flag("scheduling", "policy", POLICY_NAMES, "who runs where, with which threshold"),
+    Flag(
+        "policy-option",
+        "policy_options",
+        "scheduling",
+        "a setting of the policy, 0 to switch a part of it off; repeatable",
+        "NAME=X",
+        read_all=lambda texts: _read_options(texts),
+    ),
+    _flag("scheduling", "step_predictor", "FILE", "trained step predictor (default: the server's history)"),
+    _flag(
+        "scheduling",
+        "max_resident_tokens",
+        "N",
+        "most tokens of all canvases on an instance (default: the policy's limit)",
+        **_INTEGER,
+    ),
     _flag("http", "host", "ADDRESS", "address to listen on"),
     _flag("http", "port", "N", "port to listen on; 0: any free one", **_INTEGER),
     _flag("http", "served_model_name", "NAME", "the model's name in the API (default: --model)"),
@@ -97,7 +119,7 @@ FLAGS = [
         "http",
         "key that clients must send, or @FILE with one a line; repeatable",
         "KEY",
-        repeatable=True,
+        read_all=lambda texts: _read_keys(texts),
     ),
     _flag("http", "max_queue", "N", "requests that may wait; more are answered 429", **_INTEGER),
     _flag("operation", "drain_s", "S", "time to finish what runs after SIGTERM", **_NUMBER),
@@ -108,7 +130,7 @@ FLAGS = [
     ),
     _flag("operation", "run_dir", "FOLDER", "where the processes' sockets are (default: a fresh one)"),
 ]
-_DEFAULTS = {field.name: field.default for field in fields(ServerConfig)}
+_DEFAULTS = {each.name: None if each.default is MISSING else each.default for each in fields(ServerConfig)}
 
 
 class Parser(argparse.ArgumentParser):
@@ -168,7 +190,7 @@ def make_config(args: argparse.Namespace) -> ServerConfig:
         if flag.field not in given:
             continue
         text = given[flag.field]
-        values[flag.field] = _read_keys(text) if flag.repeatable else flag.parse(text)
+        values[flag.field] = flag.read_all(text) if flag.read_all else flag.parse(text)
     config = ServerConfig(**values)
     config.check()
     return config
@@ -191,6 +213,18 @@ def _read_file(path: str) -> dict[str, Any]:
             raise ConfigError(f"{path}: {key} is {value}; wanted {flag.wanted}")
         texts[flag.field] = list(map(str, parts)) if flag.repeatable else ",".join(map(str, parts))
     return texts
+
+
+def _read_options(texts: list[str]) -> dict[str, float]:
+    """NAME=X to {NAME: X}. Which names there are is the policy's business."""
+    options = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            options[name.strip().replace("-", "_")] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"--policy-option is '{text}'; wanted NAME=NUMBER, e.g. moves=0") from error
+    return options
 
 
 def _read_keys(texts: list[str]) -> tuple[str, ...]:

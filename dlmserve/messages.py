@@ -3,7 +3,8 @@
 Knows nothing about sockets, torch or scheduling. Instances are named once per formation (a name is
 never used twice), so a message about a dead formation is recognised by its name alone.
 
-Directions:   head -> rank    Form, Dissolve, Command (Admit, SetThreshold, Release, Cancel), Shutdown
+Directions:   head -> rank    Form, Dissolve, Command (Admit, SetThreshold, SetRefresh, Release, Cancel),
+                              Shutdown
               rank -> head    RankHello, Formed, FormFailed, Dissolved, StepReport, Heartbeat
               head <-> agent  AgentHello, RankExited, Heartbeat, RestartRank, Shutdown
               leader -> follower  RunStep, Leave
@@ -69,6 +70,13 @@ class SetThreshold(Message):
     threshold: float
 
 
+class SetRefresh(Message):
+    """`refresh_blocks` from the request's next block start on; a request that is gone is ignored."""
+
+    request: int
+    refresh_blocks: int
+
+
 class Release(Message):
     """Give the request back at its next block start (where its cache would be rebuilt anyhow)."""
 
@@ -81,7 +89,7 @@ class Cancel(Message):
     request: int
 
 
-Command = Admit | SetThreshold | Release | Cancel
+Command = Admit | SetThreshold | SetRefresh | Release | Cancel
 
 
 class RequestStep(msgspec.Struct, array_like=True, frozen=True):

@@ -2,6 +2,7 @@
 
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import RankId
+from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.events import (
     Action,
     Arrived,
@@ -118,9 +119,11 @@ def error_of(actions: list) -> DlmServeError:
 class Story:
     """A scheduler whose invariants are checked after every event."""
 
-    def __init__(self, **settings) -> None:
+    def __init__(self, costs: CostModel | None = None, asks_predictor: bool = False, **settings) -> None:
         self.config = ServerConfig(page_size=PAGE, **settings)
-        self.scheduler = Scheduler(self.config, make_policy(self.config), MASK, MAX_MODEL_LEN)
+        self.scheduler = Scheduler(
+            self.config, make_policy(self.config), MASK, MAX_MODEL_LEN, costs, asks_predictor
+        )
 
     def at(self, now: float, event: Event) -> list[Action]:
         actions = self.scheduler.on_event(now, event)

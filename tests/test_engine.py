@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from dlmserve import LLM, DecodingParams
-from dlmserve.messages import Admit, Cancel, Decoding, Form, ModelSpec, Release, RequestStep, SetThreshold
+from dlmserve.messages import (
+    Admit,
+    Cancel,
+    Decoding,
+    Form,
+    ModelSpec,
+    Release,
+    RequestStep,
+    SetRefresh,
+    SetThreshold,
+)
 from dlmserve.worker import engine as engine_module
 from dlmserve.worker.engine import Engine, StepResult, build_engine
 from dlmserve.worker.parallel import SOLO
@@ -182,6 +192,19 @@ def test_response_refresh_recomputes_the_prompt_only_at_each_kth_block(
         if result.requests[0].recompute:
             sizes[result.requests[0].block] = result.num_tokens
     assert sizes == {0: 51, 1: 32, 2: 51, 3: 32}
+
+
+def test_response_refresh_can_be_switched_on_while_a_request_runs(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.apply(admit(0, PROMPTS[1], masks=32))
+    sizes = {}
+    while engine.has_work():
+        result = engine.step()
+        if result.requests[0].recompute:
+            sizes[result.requests[0].block] = result.num_tokens
+            if len(sizes) == 2:
+                engine.apply(SetRefresh(0, 3))
+    assert sizes == {0: 51, 1: 51, 2: 32, 3: 51}
 
 
 def test_infilling_keeps_the_suffix_and_may_end_in_a_short_block(make_engine: Callable[..., Engine]) -> None:

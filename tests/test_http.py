@@ -42,6 +42,7 @@ def test_a_chat_answer_has_openais_shape_and_the_account() -> None:
             "recompute_steps": 1,
             "tokens_per_step": 1.0,
             "mean_threshold": 0.9,
+            "threshold_cap": None,
             "slo_ms": 900.0,
             "latency_ms": 250.0,
             "slo_met": True,

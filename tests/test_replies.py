@@ -31,6 +31,7 @@ def test_steps_add_up_the_slowest_counts_and_thresholds_weigh_by_tokens() -> Non
         "recompute_steps": 3,
         "tokens_per_step": 2.0,
         "mean_threshold": pytest.approx(0.6),
+        "threshold_cap": None,
         "slo_ms": 2000.0,
         "latency_ms": 3000.0,
         "slo_met": False,

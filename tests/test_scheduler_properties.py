@@ -33,6 +33,7 @@ from dlmserve.control.policy.events import (
     StepDone,
     Tick,
 )
+from dlmserve.control.policy.policies import POLICIES
 from dlmserve.messages import Admit, Cancel, Command, Decoding, Release, RequestStep
 from tests.story import BLOCK, MASK, PAGE, Story, make_report, make_spec, make_step
 
@@ -103,8 +104,8 @@ class ToyInstance:
 class ToyCluster:
     """Processes, their mail, and the account of what clients were told."""
 
-    def __init__(self, layout: tuple[int, ...], random: random.Random) -> None:
-        self.story = Story(tp_layout=layout, max_num_seqs=3, max_queue=4)
+    def __init__(self, layout: tuple[int, ...], random: random.Random, policy: str) -> None:
+        self.story = Story(tp_layout=layout, max_num_seqs=3, max_queue=4, policy=policy)
         self.random, self.now = random, 0.0
         self.formations: dict[str, ToyInstance] = {}  # alive, in the workers' eyes
         self.mail: dict[RankId, deque[Event]] = {}  # said by a rank, not yet heard
@@ -139,7 +140,8 @@ class ToyCluster:
                 case Finish(request) | Fail(request) | Drop(request) | Reject(request):
                     assert request not in self.ended, "ended twice"
                     self.ended[request] = action
-        self.nobody_waits_who_would_fit()
+        if self.story.config.policy != "dlmserve":  # which may keep requests waiting for a better batch
+            self.nobody_waits_who_would_fit()
 
     def nobody_waits_who_would_fit(self) -> None:
         instances = self.story.scheduler.cluster.instances.values()
@@ -173,7 +175,14 @@ class ToyCluster:
         number = len(self.submitted) + 1
         self.submitted.add(number)
         decoding = Decoding(block_length=BLOCK, cache=self.random.choice(["dual", "dual", "none"]))
-        spec = make_spec(self.random.randint(1, 4), priority=self.random.randint(0, 1), decoding=decoding)
+        spec = make_spec(
+            self.random.randint(1, 4),
+            priority=self.random.randint(0, 1),
+            decoding=decoding,
+            slo_s=self.random.choice([None, 0.5, 30.0]),
+            min_threshold=self.random.choice([None, 0.7]),
+            pinned=self.random.random() < 0.1,
+        )
         self.feed(Arrived(number, spec))
 
     def cancel(self) -> None:
@@ -242,12 +251,17 @@ class ToyCluster:
                 self.mail[formation.ranks[0]].append(formation.step(BLOCK))
 
 
-@given(st.sampled_from([(1,), (1, 1), (2, 1), (2, 1, 1)]), st.integers(0, 2**32), st.integers(1, 400))
+@given(
+    st.sampled_from([(1,), (1, 1), (2, 1), (2, 1, 1)]),
+    st.integers(0, 2**32),
+    st.integers(1, 400),
+    st.sampled_from(sorted(POLICIES)),
+)
 @settings(max_examples=60, deadline=None)
 def test_every_request_ends_once_and_every_token_is_delivered_once(
-    layout: tuple[int, ...], seed: int, num_events: int
+    layout: tuple[int, ...], seed: int, num_events: int, policy: str
 ) -> None:
-    cluster = ToyCluster(layout, random.Random(seed))
+    cluster = ToyCluster(layout, random.Random(seed), policy)
     for _ in range(num_events):
         cluster.anything()
     cluster.end_in_peace()

@@ -13,6 +13,8 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 
 from dlmserve.checkpoint import ModelInfo
 from dlmserve.config import ServerConfig
@@ -33,6 +35,8 @@ from dlmserve.control.policy.events import (
     Finish,
     FormInstance,
     NodeLost,
+    Predict,
+    Predicted,
     RankLost,
     Reject,
     RestartRank,
@@ -42,6 +46,8 @@ from dlmserve.control.policy.events import (
 from dlmserve.control.policy.policies import make_policy
 from dlmserve.control.policy.request import CancelOutcome, RequestSpec, Sink, Summary
 from dlmserve.control.policy.scheduler import Scheduler
+from dlmserve.control.policy.step_predictor import CatBoostPredictor
+from dlmserve.control.predictor import PredictorThread
 from dlmserve.control.wire import FormMaker, agent_identity, to_event
 from dlmserve.errors import ConfigError, ProtocolError, Unavailable, WorkerError
 from dlmserve.messages import (
@@ -73,7 +79,14 @@ class Head:
     def __init__(self, config: ServerConfig, info: ModelInfo, metrics: Metrics) -> None:
         self._config, self._info = config, info
         max_model_len = config.max_model_len or info.max_model_len
-        self._scheduler = Scheduler(config, make_policy(config), info.mask_id, max_model_len)
+        self._predictor = _make_predictor(config, lambda predicted: self._feed(predicted))
+        self._scheduler = Scheduler(
+            config,
+            make_policy(config),
+            info.mask_id,
+            max_model_len,
+            asks_predictor=self._predictor is not None,
+        )
         self._observer = Observer(self._scheduler, config, metrics)
         self._metrics = metrics
         self._sinks: dict[int, Sink] = {}
@@ -103,6 +116,8 @@ class Head:
             raise
         self._agent = LocalAgent(self._agent_command(endpoint), self._on_agent_exit)
         self._agent.start()
+        if self._predictor:
+            self._predictor.start()
         self._tasks = [
             asyncio.create_task(self._receive_forever()),
             asyncio.create_task(self._tick_forever()),
@@ -146,6 +161,8 @@ class Head:
         for node in self._scheduler.cluster.nodes:
             with contextlib.suppress(WorkerError):
                 self._router.send(agent_identity(node), Shutdown())
+        if self._predictor:
+            self._predictor.stop()
         # An agent that has not said hello yet cannot be asked.
         await self._agent.stop(STOP_S if LOCAL_NODE in self._scheduler.cluster.nodes else 0.0)
         self._router.close()
@@ -304,6 +321,9 @@ class Head:
                 instance = self._scheduler.cluster.instances.get(name)
                 if instance:
                     self._send_rank(instance.ranks[0], command)
+            case Predict(progress):
+                if self._predictor:
+                    self._predictor.ask(progress)
             case FormInstance(instance, ranks):
                 log.info("forming instance %s of %s", instance, ", ".join(rank.identity for rank in ranks))
                 for rank, form in self._forms.forms(action, self._scheduler.cluster):
@@ -327,6 +347,19 @@ class Head:
             log.warning("%s", error)
             return False
         return True
+
+
+def _make_predictor(config: ServerConfig, answer: Callable[[Predicted], object]) -> PredictorThread | None:
+    """None where the scheduler predicts from its history. Raises ConfigError."""
+    if config.step_predictor is None:
+        return None
+    try:
+        predictor = CatBoostPredictor.load(Path(config.step_predictor))
+    except ImportError as error:
+        raise ConfigError(
+            "--step-predictor needs catboost, which is not installed: pip install catboost"
+        ) from error
+    return PredictorThread(predictor, config.thresholds, answer)
 
 
 def _tell(tell, *args) -> None:

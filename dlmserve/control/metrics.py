@@ -55,7 +55,9 @@ class Metrics:
         )
         self.tokens_unmasked_total = counter("tokens_unmasked", "Positions unmasked")
         self.threshold_used = histogram("threshold_used", "Threshold of a request's step", THRESHOLDS)
-        self.threshold_cap = gauge("threshold_cap", "Highest threshold that load control allows")
+        self.threshold_cap = gauge(
+            "threshold_cap", "Highest threshold that load control allows, mean of the live requests"
+        )
 
         self.kv_pages = gauge("kv_pages", "KV pages of an instance", "instance")
         self.kv_pages_in_use = gauge("kv_pages_in_use", "KV pages held by requests", "instance")

@@ -15,6 +15,7 @@ from dlmserve.messages import StepReport
 class Observer:
     def __init__(self, scheduler: Scheduler, config: ServerConfig, metrics: Metrics) -> None:
         self._scheduler, self._config, self._metrics = scheduler, config, metrics
+        self._num_migrations_told = 0
         metrics.on_render = self._read_gauges
 
     # ---- as things happen
@@ -67,7 +68,10 @@ class Observer:
         metrics, scheduler = self._metrics, self._scheduler
         metrics.requests_waiting.set(scheduler.num_waiting)
         metrics.requests_running.set(len(scheduler.requests) - scheduler.num_waiting)
-        metrics.threshold_cap.set(max(self._config.thresholds))
+        metrics.threshold_cap.set(scheduler.steering.mean_cap())
+        metrics.predictor_error_ratio.set(scheduler.steering.errors.ratio)
+        metrics.migrations_total.inc(scheduler.num_migrations - self._num_migrations_told)
+        self._num_migrations_told = scheduler.num_migrations
         for gauge in (metrics.kv_pages, metrics.kv_pages_in_use, metrics.instance_requests):
             gauge.clear()
         for instance in scheduler.cluster.serving():
@@ -86,7 +90,7 @@ class Observer:
             "devices": [_describe_rank(rank) for _, rank in sorted(cluster.ranks.items())],
             "instances": [_describe_instance(instance) for instance in cluster.instances.values()],
             "failures": _describe_failures(cluster),
-            "threshold_cap": max(self._config.thresholds),
+            "threshold_cap": self._scheduler.steering.mean_cap(),
             "running": len(self._scheduler.requests) - self._scheduler.num_waiting,
             "waiting": self._scheduler.num_waiting,
         }

@@ -2,10 +2,11 @@
 
 Owns every key that a client sees. Knows nothing of sockets or of how pieces come about.
 
-`dlm` of a response: {steps, recompute_steps, tokens_per_step, mean_threshold, slo_ms, latency_ms, slo_met,
-instances}. tokens_per_step counts unmasked tokens, also those past the answer's end. Over several decodings
-steps are summed, the threshold is a mean over tokens, the latency is the slowest's, and the SLO is met
-where all met it; each choice then has a `dlm` of its own too.
+`dlm` of a response: {steps, recompute_steps, tokens_per_step, mean_threshold, threshold_cap, slo_ms,
+latency_ms, slo_met, instances}. tokens_per_step counts unmasked tokens, also those past the answer's end;
+threshold_cap is what load control allowed at the end, null without control. Over several decodings steps are
+summed, the threshold is a mean over tokens, the cap the lowest, the latency the slowest's, and the SLO is
+met where all met it; each choice then has a `dlm` of its own too.
 
 `dlm` of a chunk (include_unmask): {step, block, threshold, unmasked: [{position, token_id, text,
 confidence}], final_prefix}. position is a column of the canvas, final_prefix the number of answer tokens
@@ -169,6 +170,9 @@ def account(completions: Sequence[Completion]) -> dict:
         if num_steps
         else 0.0,
         "mean_threshold": _mean_threshold(summaries),
+        "threshold_cap": min(
+            (s.threshold_cap for s in summaries if s.threshold_cap is not None), default=None
+        ),
         "slo_ms": None if slo_s is None else slo_s * 1000,
         "latency_ms": max(summary.latency_s for summary in summaries) * 1000,
         "slo_met": None if slo_s is None else all(summary.slo_met for summary in summaries),

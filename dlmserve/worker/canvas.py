@@ -35,6 +35,7 @@ class Resident:
         self.request = admit.request
         self.decoding = admit.decoding
         self.threshold = admit.decoding.value
+        self.refresh_blocks = admit.decoding.refresh_blocks
         self.tokens = np.array(admit.canvas, dtype=np.int64)
         self.steps_done = admit.steps_done
         self.steps_in_block = admit.steps_in_block
@@ -95,7 +96,7 @@ class Resident:
         if cache == "none":
             return 0, length
         if self.needs_recompute:
-            refresh_all = self.block % self.decoding.refresh_blocks == 0
+            refresh_all = self.block % self.refresh_blocks == 0
             return (0, length) if refresh_all or not self._cache_is_whole else (self._output_start, length)
         return self._block_start, length if cache == "prefix" else self._block_end
 

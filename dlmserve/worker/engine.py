@@ -12,7 +12,7 @@ import torch
 from dlmserve import kernels
 from dlmserve.checkpoint import read_model_info
 from dlmserve.errors import ConfigError, DlmServeError, OutOfPages
-from dlmserve.messages import Admit, Cancel, Command, Form, Release, RequestStep, SetThreshold
+from dlmserve.messages import Admit, Cancel, Command, Form, Release, RequestStep, SetRefresh, SetThreshold
 from dlmserve.worker.batch import Span, pack
 from dlmserve.worker.canvas import Resident, StepPlan
 from dlmserve.worker.kv_cache import KVCache
@@ -76,6 +76,9 @@ class Engine:
             case SetThreshold(request, threshold):
                 if request in self._residents:
                     self._residents[request].threshold = threshold
+            case SetRefresh(request, refresh_blocks):
+                if request in self._residents:
+                    self._residents[request].refresh_blocks = refresh_blocks
             case Release(request):
                 if request in self._residents:
                     self._residents[request].release_asked = True

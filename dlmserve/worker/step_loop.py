@@ -19,6 +19,7 @@ from dlmserve.messages import (
     Release,
     RequestStep,
     RunStep,
+    SetRefresh,
     SetThreshold,
     Shutdown,
     StepReport,
@@ -107,7 +108,7 @@ def receive_commands(form: Form, head: Dealer, wait: bool) -> list[Command] | No
     commands: list[Command] = []
     for message in messages:
         match message:
-            case Admit() | SetThreshold() | Release() | Cancel():
+            case Admit() | SetThreshold() | SetRefresh() | Release() | Cancel():
                 commands.append(message)
             case Dissolve(instance) if instance == form.instance:
                 return None

@@ -6,7 +6,10 @@ test does the same with whatever it likes.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from dlmserve.control.policy.cluster import RankId
+from dlmserve.control.policy.predictions import Progress
 from dlmserve.control.policy.request import CancelOutcome, FinishReason, RequestSpec, StepUpdate, Summary
 from dlmserve.errors import DlmServeError
 from dlmserve.messages import Command, StepReport
@@ -80,12 +83,32 @@ class RankLeft:
     error: str
 
 
+@dataclass(frozen=True, eq=False)
+class Predicted:
+    """The answer to a Predict: `steps` [n, T] are left at each of the configured thresholds."""
+
+    progress: tuple[Progress, ...]
+    steps: np.ndarray
+
+
 @dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Arrived | Cancelled | StepDone | NodeUp | NodeLost | RankUp | RankLost | RankFormed | RankLeft | Tick
+Event = (
+    Arrived
+    | Cancelled
+    | StepDone
+    | NodeUp
+    | NodeLost
+    | RankUp
+    | RankLost
+    | RankFormed
+    | RankLeft
+    | Predicted
+    | Tick
+)
 
 # ---- actions
 
@@ -104,6 +127,13 @@ class Send:
 
     instance: str
     command: Command
+
+
+@dataclass(frozen=True)
+class Predict:
+    """How many steps are left at each of the configured thresholds? Answered by Predicted, soon."""
+
+    progress: tuple[Progress, ...]
 
 
 @dataclass(frozen=True)
@@ -162,4 +192,6 @@ class RestartRank:
     reason: str
 
 
-Action = Reject | Send | Deliver | Finish | Fail | Drop | FormInstance | DissolveInstance | RestartRank
+Action = (
+    Reject | Send | Predict | Deliver | Finish | Fail | Drop | FormInstance | DissolveInstance | RestartRank
+)

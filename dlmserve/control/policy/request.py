@@ -7,6 +7,7 @@ reported. Knows nothing of instances, queues, sockets or texts (tokens only).
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from dlmserve.control.policy.predictions import Progress
 from dlmserve.errors import DlmServeError
 from dlmserve.messages import Decoding, RequestStep
 
@@ -67,6 +68,7 @@ class Summary:
     slo_s: float | None
     slo_met: bool | None
     instances: list[str]
+    threshold_cap: float | None = None  # the highest threshold load control allowed it last; None: no control
 
 
 class Sink(Protocol):
@@ -81,7 +83,10 @@ class Sink(Protocol):
 
 @dataclass
 class RequestState:
-    """A live request. `instance` is the formation that holds it, None while it waits."""
+    """A live request. `instance` is the formation that holds it, None while it waits.
+
+    `moving_to`: it was asked back from its instance, to be sent there at its next block start.
+    """
 
     number: int
     spec: RequestSpec
@@ -89,9 +94,19 @@ class RequestState:
     mask_id: int
     num_pages: int  # KV pages that it needs on any instance
     canvas: list[int] = field(init=False)
+    num_blocks: int = field(init=False)
     threshold: float = field(init=False)  # the rule's value for its next step, as the head last set it
+    refresh_blocks: int = field(init=False)  # whole-canvas recompute every so many blocks, as last set
+    threshold_cap: float | None = None
     instance: str | None = None
+    moving_to: str | None = None
+    moved_at: float = float("-inf")
     instances: list[str] = field(default_factory=list)
+    block: int = 0  # the one its next step works on
+    num_unmasked_in_block: int = 0
+    confidences: list[float] = field(default_factory=list)  # of its unmasked tokens, in order
+    cache_lost: bool = False  # it is inside a block, and no instance holds its K/V
+    num_unmasked_at_refresh: int = 0  # when its remaining steps were last asked for
     steps: int = 0
     recompute_steps: int = 0
     steps_in_block: int = 0
@@ -101,11 +116,38 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.canvas = list(self.spec.canvas)
+        self.num_blocks = -(-self.output_length // self.spec.decoding.block_length)
         self.threshold = self.spec.decoding.value
+        self.refresh_blocks = self.spec.decoding.refresh_blocks
 
     @property
     def started(self) -> bool:
         return bool(self.instances)
+
+    @property
+    def output_length(self) -> int:
+        return self.spec.output_end - self.spec.output_start
+
+    @property
+    def deadline(self) -> float:
+        return self.arrived_at + self.spec.slo_s if self.spec.slo_s is not None else float("inf")
+
+    @property
+    def recomputes_left(self) -> int:
+        """Recompute steps to come, if it goes on to its last block."""
+        return self.num_blocks - self.block - (self.steps_in_block > 0) + self.cache_lost
+
+    def progress(self) -> Progress:
+        return Progress(
+            self.number,
+            self.steps,
+            self.num_unmasked,
+            self.block,
+            self.num_unmasked_in_block,
+            self.output_length,
+            self.spec.decoding.block_length,
+            tuple(self.confidences),
+        )
 
     def apply(self, step: RequestStep) -> StepUpdate:
         """Takes a step's tokens into the canvas and counts it."""
@@ -115,7 +157,15 @@ class RequestState:
         self.recompute_steps += step.recompute
         self.num_unmasked += len(step.positions)
         self._threshold_sum += step.threshold * len(step.positions)
-        self.steps_in_block = self.steps_in_block + 1 if self._has_masks(step.block) else 0
+        self.confidences += step.confidences
+        self.cache_lost = False
+        if self._has_masks(step.block):
+            self.block = step.block
+            self.steps_in_block += 1
+            self.num_unmasked_in_block += len(step.positions)
+        else:
+            self.block = step.block + 1
+            self.steps_in_block = self.num_unmasked_in_block = 0
         tops = step.top or [None] * len(step.positions)
         unmasked = list(map(Unmasked, step.positions, step.tokens, step.confidences, tops))
         return StepUpdate(self.steps, step.recompute, step.block, step.threshold, unmasked)
@@ -138,6 +188,7 @@ class RequestState:
             slo_s=slo_s,
             slo_met=None if slo_s is None else latency_s <= slo_s,
             instances=list(self.instances),
+            threshold_cap=self.threshold_cap,
         )
 
     def check(self) -> None:

@@ -1,19 +1,20 @@
 """The pure state machine of the server: events in, actions out.
 
-Owns every live request, the waiting queue and the cluster's books; asks the policy where a request goes
-and with which threshold. Knows no clock (`now` is an argument), no sockets and no texts.
+Owns every live request, the waiting queue and the cluster's books; asks the policy where a request goes,
+and lets `steering.py` perform what the policy decides for those that run. Knows no clock (`now` is an
+argument), no sockets and no texts.
 
 A request is in exactly one place: in the waiting queue, or resident on one instance. A report counts only
 if it comes from the instance that holds the request, so nothing is ever applied or delivered twice.
 """
 
-import bisect
 from collections.abc import Iterator
 
 from msgspec.structs import replace
 
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import Cluster, Instance, LostInstance, pages_needed
+from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.events import (
     Action,
     Arrived,
@@ -27,6 +28,7 @@ from dlmserve.control.policy.events import (
     FormInstance,
     NodeLost,
     NodeUp,
+    Predicted,
     RankFormed,
     RankLeft,
     RankLost,
@@ -37,8 +39,10 @@ from dlmserve.control.policy.events import (
     StepDone,
     Tick,
 )
-from dlmserve.control.policy.policies import Policy
+from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.request import RequestState
+from dlmserve.control.policy.steering import Steering
+from dlmserve.control.policy.waiting import WaitingQueue
 from dlmserve.errors import ContextTooLong, DlmServeError, NotFinite, QueueFull, Unavailable, WorkerError
 from dlmserve.messages import Admit, Cancel, RequestStep, StepReport
 
@@ -48,12 +52,26 @@ MAX_LOSSES = 3  # instances that may die under a request before it is taken for 
 class Scheduler:
     """`on_event` is the only way in; `check` verifies every invariant."""
 
-    def __init__(self, config: ServerConfig, policy: Policy, mask_id: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        policy: Policy,
+        mask_id: int,
+        max_model_len: int,
+        costs: CostModel | None = None,
+        asks_predictor: bool = False,
+    ) -> None:
+        """`costs`: a preset where nothing better is known. `asks_predictor`: Predict actions get answers."""
         self._config, self._policy = config, policy
         self._mask_id, self._max_model_len = mask_id, max_model_len
         self.cluster = Cluster(config.tp_layout, config.max_num_seqs, config.heartbeat_timeout_s)
         self.requests: dict[int, RequestState] = {}
-        self._waiting: list[tuple[tuple, int]] = []  # (order, request number), sorted
+        self.num_migrations = 0
+        self._waiting = WaitingQueue()
+        costs = costs or CostModel.from_preset("h100-measured")
+        self.steering = Steering(
+            config, policy, costs, self.cluster, self.requests, self._waiting.numbers, asks_predictor
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -69,22 +87,25 @@ class Scheduler:
             case Cancelled():
                 actions = self._cancelled(now, event)
             case RankFormed(instance, tp_rank, pages):
-                actions = self._rank_formed(instance, tp_rank, pages)
+                actions = self._rank_formed(now, instance, tp_rank, pages)
             case RankLeft(instance, tp_rank, error):
-                actions = self._lost(self.cluster.rank_left(instance, tp_rank, now, error))
+                actions = self._lost(now, self.cluster.rank_left(instance, tp_rank, now, error))
             case RankUp(rank, plan_endpoint):
-                actions = self._lost(self.cluster.add_rank(rank, plan_endpoint, now))
+                actions = self._lost(now, self.cluster.add_rank(rank, plan_endpoint, now))
             case RankLost():
                 actions = self._rank_lost(now, event)
             case NodeUp(node, num_devices):
                 actions = self._node_up(node, num_devices)
             case NodeLost(node, reason):
                 actions = self._node_lost(now, node, reason)
+            case Predicted():
+                actions = self._predicted(event)
             case Tick():
                 actions = self._tick(now)
         done = list(actions)
-        if not isinstance(event, StepDone | Arrived | Cancelled):
+        if not isinstance(event, StepDone | Arrived | Cancelled | Predicted):
             done += self._reform(now)
+        done += self.steering.decide(now)
         return done
 
     # ---- requests come and go
@@ -98,8 +119,9 @@ class Scheduler:
             yield Reject(request.number, error)
             return
         self.requests[request.number] = request
-        self._enqueue(request)
-        yield from self._place_waiting()
+        self._waiting.add(request)
+        yield from self.steering.arrived(request)
+        yield from self._place_waiting(now)
 
     def _refusal(self, request: RequestState) -> DlmServeError | None:
         length, failure = len(request.canvas), self.cluster.failure()
@@ -131,9 +153,9 @@ class Scheduler:
             return
         if request.instance:
             yield Send(request.instance, Cancel(request.number))
-        self._forget(request)
+        self._forget(request, finished=event.outcome == "stop")
         yield Drop(request.number, event.outcome, request.summary(now))
-        yield from self._place_waiting()
+        yield from self._place_waiting(now)
 
     def _step_done(self, now: float, report: StepReport) -> Iterator[Action]:
         instance = self.cluster.instances.get(report.instance)
@@ -141,35 +163,55 @@ class Scheduler:
             return
         instance.last_seq = report.seq
         num_residents = len(instance.residents)
+        stepped = []
         for step in report.requests:
             if step.request in instance.residents:
-                yield from self._apply(now, step)
+                yield from self._apply(now, step, stepped)
         for number, message in report.failed:
             if number in instance.residents:
                 self._forget(self.requests[number])
                 yield Fail(number, NotFinite(message))
+        yield from self.steering.stepped(report, instance, stepped)
         for number in report.released:
             if number in instance.residents:
-                self._enqueue(self._evict(self.requests[number]))
+                yield from self._released(now, self.requests[number])
         if len(instance.residents) < num_residents:
-            yield from self._place_waiting()
+            yield from self._place_waiting(now)
 
-    def _apply(self, now: float, step: RequestStep) -> Iterator[Action]:
+    def _apply(self, now: float, step: RequestStep, stepped: list[RequestState]) -> Iterator[Action]:
         request = self.requests[step.request]
         yield Deliver(request.number, request.apply(step), now - request.arrived_at)
+        if request.spec.decoding.rule == "threshold":
+            self.steering.view.history.observe_step(step.threshold, len(step.positions))
         if step.finished:
-            self._forget(request)
+            self._forget(request, finished=True)
             yield Finish(request.number, step.finished, request.summary(now))
+        else:
+            stepped.append(request)
+
+    def _released(self, now: float, request: RequestState) -> Iterator[Action]:
+        """It goes where it was to move; into the queue if there is no room by now."""
+        target = self.cluster.instances.get(request.moving_to or "")
+        self._evict(request)
+        if target and self.steering.view.has_room(target, request, self._policy.max_resident_tokens):
+            self.num_migrations += 1
+            yield self._admit(now, request, target)
+        else:
+            self._waiting.add(request)
+
+    def _predicted(self, event: Predicted) -> Iterator[Action]:
+        self.steering.predicted(event)
+        yield from ()
 
     # ---- nodes, ranks and instances come and go
 
-    def _rank_formed(self, name: str, tp_rank: int, pages: int) -> Iterator[Action]:
+    def _rank_formed(self, now: float, name: str, tp_rank: int, pages: int) -> Iterator[Action]:
         if self.cluster.rank_formed(name, tp_rank, pages):
             yield from self._fail_waiting()
-            yield from self._place_waiting()
+            yield from self._place_waiting(now)
 
     def _rank_lost(self, now: float, event: RankLost) -> Iterator[Action]:
-        yield from self._lost(self.cluster.remove_rank(event.rank, now, event.reason))
+        yield from self._lost(now, self.cluster.remove_rank(event.rank, now, event.reason))
         if not event.exited:
             yield RestartRank(event.rank, event.reason)
 
@@ -179,13 +221,14 @@ class Scheduler:
 
     def _node_lost(self, now: float, node: str, reason: str) -> Iterator[Action]:
         for lost in self.cluster.remove_node(node, now, reason):
-            yield from self._lost(lost)
+            yield from self._lost(now, lost)
 
     def _tick(self, now: float) -> Iterator[Action]:
         for rank in self.cluster.stuck_ranks(now):
             yield RestartRank(rank, "it did not leave a lost instance")
+        yield from self._drop_late(now)
 
-    def _lost(self, lost: LostInstance | None) -> Iterator[Action]:
+    def _lost(self, now: float, lost: LostInstance | None) -> Iterator[Action]:
         """Its requests go on elsewhere from the head's own canvases, before any that have not started."""
         if lost is None:
             return
@@ -194,15 +237,14 @@ class Scheduler:
         yield DissolveInstance(lost.instance.name, told, lost.reason)
         for number in list(lost.instance.residents):
             request = self.requests[number]
-            lost.instance.release(number)
-            request.instance = None
+            request.cache_lost = request.steps_in_block > 0
             request.num_losses += 1
-            if request.num_losses < MAX_LOSSES:
-                self._enqueue(request)
-                continue
-            del self.requests[number]
-            yield Fail(number, _lost_too_often(request, lost.reason))
-        yield from self._place_waiting()
+            self._evict(request, lost.instance)
+            self._waiting.add(request)
+            if request.num_losses >= MAX_LOSSES:
+                self._forget(request)
+                yield Fail(number, _lost_too_often(request, lost.reason))
+        yield from self._place_waiting(now)
 
     def _reform(self, now: float) -> Iterator[Action]:
         """After a change of the cluster: fills empty slots, gives up on what can no longer run."""
@@ -213,33 +255,30 @@ class Scheduler:
 
     # ---- the waiting queue
 
-    def _enqueue(self, request: RequestState) -> None:
-        # Who has started keeps its turn: nothing is preempted, not by a failure or a move either.
-        order = (not request.started, -request.spec.priority, request.number)
-        bisect.insort(self._waiting, (order, request.number))
+    def _place_waiting(self, now: float) -> Iterator[Action]:
+        if not self._waiting:
+            return
+        yield from self._drop_late(now)
+        for request, instance in self._policy.placements(now, self.steering.view):
+            self._waiting.remove(request)
+            yield self._admit(now, request, instance)
 
-    def _place_waiting(self) -> Iterator[Action]:
-        """Places whoever fits, in order; one that does not fit does not hold up smaller ones."""
-        no_room_from = float("inf")  # the smallest need for which no instance has room
-        still_waiting = []
-        for entry in self._waiting:
-            request = self.requests[entry[1]]
-            may_fit = request.num_pages < no_room_from
-            instance = self._policy.place(request, self.cluster) if may_fit else None
-            if instance is None:
-                no_room_from = min(no_room_from, request.num_pages)
-                still_waiting.append(entry)
-            else:
-                yield self._admit(request, instance)
-        self._waiting = still_waiting
+    def _drop_late(self, now: float) -> Iterator[Action]:
+        if not self._waiting or not self._policy.drops_late:
+            return
+        for number in self._waiting.numbers():
+            request = self.requests[number]
+            if request.deadline < now and not request.started:
+                self._forget(request)
+                yield Fail(number, _late(request))
 
-    def _admit(self, request: RequestState, instance: Instance) -> Send:
+    def _admit(self, now: float, request: RequestState, instance: Instance) -> Send:
         spec = request.spec
-        if not spec.pinned:
-            request.threshold = max(self._policy.threshold(request), spec.min_threshold or 0.0)
+        self.steering.start_at(now, request, instance)
         instance.reserve(request.number, request.num_pages, len(request.canvas))
         request.instance = instance.name
         request.instances.append(instance.name)
+        self.steering.placed(request, instance)
         return Send(
             instance.name,
             Admit(
@@ -248,7 +287,9 @@ class Scheduler:
                 output_start=spec.output_start,
                 output_end=spec.output_end,
                 limit=spec.limit,
-                decoding=replace(spec.decoding, value=request.threshold),
+                decoding=replace(
+                    spec.decoding, value=request.threshold, refresh_blocks=request.refresh_blocks
+                ),
                 steps_done=request.steps,
                 steps_in_block=request.steps_in_block,
             ),
@@ -257,7 +298,7 @@ class Scheduler:
     def _fail_waiting(self) -> Iterator[Action]:
         """Those that no instance will ever hold, now that more is known of the instances."""
         failure = self.cluster.failure()
-        for _, number in list(self._waiting):
+        for number in self._waiting.numbers():
             request = self.requests[number]
             if failure:
                 error: DlmServeError = Unavailable(f"no model instance serves: {failure}")
@@ -270,25 +311,28 @@ class Scheduler:
 
     # ---- the books
 
-    def _evict(self, request: RequestState) -> RequestState:
-        assert request.instance is not None
-        self.cluster.instances[request.instance].release(request.number)
-        request.instance = None
-        return request
+    def _evict(self, request: RequestState, instance: Instance | None = None) -> None:
+        """`instance`: the one that holds it, where it is off the cluster's books already."""
+        instance = instance or self.cluster.instances[request.instance or ""]
+        instance.release(request.number)
+        request.instance = request.moving_to = None
+        self.steering.left(request, instance)
 
-    def _forget(self, request: RequestState) -> None:
-        del self.requests[request.number]
+    def _forget(self, request: RequestState, finished: bool = False) -> None:
+        request.threshold_cap = self.steering.cap_of(request)
         if request.instance:
             self._evict(request)
         else:
-            self._waiting = [entry for entry in self._waiting if entry[1] != request.number]
+            self._waiting.remove(request)
+        self.steering.ended(request, finished)
+        del self.requests[request.number]
 
     def check(self) -> None:
         """Raises AssertionError where an invariant is broken."""
         self.cluster.check()
-        waiting = [number for _, number in self._waiting]
-        assert self._waiting == sorted(self._waiting), "the queue is out of order"
-        assert len(waiting) == len(set(waiting)), "a request waits twice"
+        self._waiting.check()
+        self.steering.view.work.check(self.requests)
+        waiting = self._waiting.numbers()
         homes = {number: name for name, i in self.cluster.instances.items() for number in i.residents}
         assert sum(len(i.residents) for i in self.cluster.instances.values()) == len(homes), (
             "a request is in two places"
@@ -300,6 +344,13 @@ class Scheduler:
         for number, request in self.requests.items():
             assert request.instance == homes.get(number), f"request {number} is not where it thinks"
             request.check()
+
+
+def _late(request: RequestState) -> Unavailable:
+    return Unavailable(
+        f"the request's SLO of {request.spec.slo_s:g} s passed while it waited for room; "
+        "send fewer requests, or set a longer slo_ms"
+    )
 
 
 def _lost_too_often(request: RequestState, reason: str) -> WorkerError:

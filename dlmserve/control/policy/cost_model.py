@@ -1,0 +1,225 @@
+"""How long a step takes: latency against the packed tokens of its batch, for each TP degree.
+
+A grid per TP degree (measured by a profile, or one of the presets), linear between its points, corrected
+online by what the StepReports say. Knows nothing of requests and instances.
+
+Sources: `h100-measured` is LLaDA-8B on H100s from the profiles in the TeDiServe artifact (Apache-2.0);
+`h100-nvlink` is a roofline with the all-reduce bandwidth that full NVLink gives and those cards lacked.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dlmserve.errors import ConfigError
+
+MEASURED_TOKENS = (32, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+MEASURED_MS = {
+    1: (12.2, 12.1, 13.2, 16.5, 22.7, 29.0, 43.7, 58.3, 92.7, 125.9, 183.8, 250.7),
+    2: (11.9, 12.1, 12.4, 16.3, 21.6, 27.3, 38.6, 49.7, 74.6, 99.4, 147.4, 193.4),
+    4: (12.6, 12.8, 12.6, 13.4, 15.7, 19.0, 25.7, 31.2, 46.3, 60.5, 89.8, 117.8),
+}
+PRESETS = ("h100-measured", "h100-nvlink")
+
+# Online correction: weight of one report against its predecessors', and of the profile in reports.
+FORGET = 0.995
+TRUST = 0.5
+STALE_REPORTS = 32  # after which the efficient batch is computed anew
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A card and its links: step time of a transformer from its weights, in the notation of `step_s`."""
+
+    flops: float = 990e12  # bfloat16, dense
+    bytes_per_s: float = 3.35e12
+    flop_efficiency: float = 0.65
+    byte_efficiency: float = 0.85
+    overhead_s: float = 1.5e-3
+    link_bytes_per_s: float = 350e9
+    link_latency_s: float = 8e-6
+
+    # LLaDA-8B
+    num_layers: int = 32
+    layer_weights: float = 218.1e6
+    head_weights: float = 0.518e9
+    width: int = 4096
+
+    def step_s(self, tp_degree: int, num_tokens: float) -> float:
+        """Attention is counted over the packed batch as one sequence, as in the measured profile."""
+        flops = tp_degree * self.flop_efficiency * self.flops
+        bytes_per_s = tp_degree * self.byte_efficiency * self.bytes_per_s
+
+        def linear(weights: float) -> float:
+            return max(2 * num_tokens * weights / flops, 2 * weights / bytes_per_s)
+
+        attention = 4 * num_tokens**2 * self.width / flops
+        layer = linear(self.layer_weights) + attention + 2 * self._all_reduce_s(tp_degree, num_tokens)
+        return self.num_layers * layer + linear(self.head_weights) + self.overhead_s
+
+    def _all_reduce_s(self, tp_degree: int, num_tokens: float) -> float:
+        if tp_degree == 1:
+            return 0.0
+        sent = 2 * (tp_degree - 1) / tp_degree * num_tokens * self.width * 2
+        return sent / self.link_bytes_per_s + self.link_latency_s
+
+
+class Curve:
+    """Latency of one TP degree: a piecewise linear profile, and a line that maps it to what is observed.
+
+    The line (observed = scale * profile + offset) is fitted by least squares of the relative error, with
+    exponential forgetting and TRUST reports' worth of belief in the profile itself. The offset is the
+    per-step overhead that profiles do not see; the scale is a machine of another speed.
+    """
+
+    def __init__(self, tokens: list[float], seconds: list[float]) -> None:
+        self._tokens, self._seconds = tokens, seconds
+        self._grid = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
+        self.scale, self.offset_s = 1.0, 0.0
+        self._num_observed = 0
+        self._efficient: tuple[float, int, float] | None = None  # (excess, age, tokens)
+        self._sums = [0.0] * 5  # weights; profile; profile^2; observed; observed * profile
+        for profile_s in (seconds[0], seconds[-1]):
+            self._add(profile_s, profile_s, TRUST)
+
+    def step_s(self, num_tokens: float) -> float:
+        return self.scale * self._profile_s(num_tokens) + self.offset_s
+
+    def step_s_many(self, num_tokens: np.ndarray) -> np.ndarray:
+        tokens, seconds = self._grid
+        profile_s = np.interp(num_tokens, tokens, seconds)
+        beyond = np.maximum(num_tokens - tokens[-1], 0.0)
+        return self.scale * (profile_s + beyond * self._slope(len(tokens) - 1)) + self.offset_s
+
+    def slope(self, num_tokens: float) -> float:
+        """Seconds that one more token costs at this batch."""
+        return self.scale * self._slope(self._segment(num_tokens))
+
+    def efficient_tokens(self, excess: float) -> float:
+        """The smallest batch whose cost per token is at most `excess` times the least."""
+        age = self._num_observed // STALE_REPORTS
+        if self._efficient is None or self._efficient[:2] != (excess, age):
+            sizes = np.geomspace(self._tokens[0], self._tokens[-1], 64)
+            per_token = self.step_s_many(sizes) / sizes
+            size = float(sizes[int((per_token <= excess * per_token.min()).argmax())])
+            self._efficient = (excess, age, size)
+        return self._efficient[2]
+
+    def observe(self, num_tokens: float, duration_s: float) -> None:
+        self._num_observed += 1
+        self._sums = [FORGET * each for each in self._sums]
+        self._add(self._profile_s(num_tokens), duration_s, 1.0)
+        weight, x, xx, y, xy = self._sums
+        determinant = weight * xx - x * x
+        if determinant <= 0:
+            return
+        scale = (weight * xy - x * y) / determinant
+        offset_s = (y - scale * x) / weight
+        # Neither may turn the curve around: a batch is never faster for having more tokens, or free.
+        self.scale = max(scale, 0.02)
+        self.offset_s = max(offset_s, -0.9 * self.scale * self._seconds[0])
+
+    def _add(self, profile_s: float, observed_s: float, weight: float) -> None:
+        weight /= profile_s * profile_s
+        x, y = profile_s, observed_s
+        for i, value in enumerate((1.0, x, x * x, y, x * y)):
+            self._sums[i] += weight * value
+
+    def _segment(self, num_tokens: float) -> int:
+        return min(max(bisect_right(self._tokens, num_tokens), 1), len(self._tokens) - 1)
+
+    def _slope(self, segment: int) -> float:
+        tokens, seconds = self._tokens, self._seconds
+        return (seconds[segment] - seconds[segment - 1]) / (tokens[segment] - tokens[segment - 1])
+
+    def _profile_s(self, num_tokens: float) -> float:
+        if num_tokens <= self._tokens[0]:
+            return self._seconds[0]
+        segment = self._segment(num_tokens)
+        return self._seconds[segment] + (num_tokens - self._tokens[segment]) * self._slope(segment)
+
+
+class CostModel:
+    """`step_s` for every TP degree. A degree without a curve of its own takes the nearest smaller one's."""
+
+    def __init__(self, curves: dict[int, Curve], source: str) -> None:
+        self._curves = dict(sorted(curves.items()))
+        self.source = source
+
+    @classmethod
+    def from_preset(cls, name: str) -> "CostModel":
+        """Raises ConfigError for a name that is none of PRESETS."""
+        tokens = [float(n) for n in MEASURED_TOKENS]
+        if name == "h100-measured":
+            profile = {degree: [ms / 1000 for ms in row] for degree, row in MEASURED_MS.items()}
+        elif name == "h100-nvlink":
+            card = Roofline()
+            profile = {degree: [card.step_s(degree, n) for n in tokens] for degree in (1, 2, 4, 8)}
+        else:
+            raise ConfigError(f"cost model preset is {name!r}; wanted one of: {', '.join(PRESETS)}")
+        return cls({degree: Curve(tokens, _rising(seconds)) for degree, seconds in profile.items()}, name)
+
+    @classmethod
+    def from_profile(cls, profile: Mapping[str, Any]) -> "CostModel":
+        """`profile`: {"source": text, "step_s": {tp_degree: [[num_tokens, seconds], ...]}}, as JSON has it.
+
+        Raises ConfigError for a curve of fewer than two points.
+        """
+        curves = {}
+        for degree, points in profile["step_s"].items():
+            tokens = sorted({float(n) for n, _ in points})
+            if len(tokens) < 2:
+                raise ConfigError(
+                    f"the profile of TP degree {degree} has {len(tokens)} batch sizes; wanted at least 2: "
+                    "delete it and profile again"
+                )
+            seconds = dict((float(n), float(s)) for n, s in points)
+            curves[int(degree)] = Curve(tokens, _rising([seconds[n] for n in tokens]))
+        if not curves:
+            raise ConfigError("the profile holds no TP degree; delete it and profile again")
+        return cls(curves, str(profile["source"]))
+
+    def step_s(self, tp_degree: int, num_tokens: float) -> float:
+        """Seconds of a step over `num_tokens` packed tokens, whatever the mix of step kinds."""
+        return self._curve(tp_degree).step_s(num_tokens)
+
+    def step_s_many(self, tp_degree: int, num_tokens: np.ndarray) -> np.ndarray:
+        """The same for an array of batches, any shape."""
+        return self._curve(tp_degree).step_s_many(num_tokens)
+
+    def line(self, tp_degree: int, num_tokens: float) -> tuple[float, float]:
+        """(seconds of a step, seconds per token) of the tangent at this batch."""
+        curve = self._curve(tp_degree)
+        slope = curve.slope(num_tokens)
+        return curve.step_s(num_tokens) - slope * num_tokens, slope
+
+    def efficient_tokens(self, tp_degree: int, excess: float) -> float:
+        """The smallest batch whose seconds per token are at most `excess` times the least of all batches."""
+        return self._curve(tp_degree).efficient_tokens(excess)
+
+    def observe(self, tp_degree: int, num_tokens: float, duration_s: float) -> None:
+        """Takes a step's measured wall time in: its duration and the busy instance's gap before it."""
+        if num_tokens > 0 and duration_s > 0:
+            self._own_curve(tp_degree).observe(num_tokens, duration_s)
+
+    def _curve(self, tp_degree: int) -> Curve:
+        found = self._curves.get(tp_degree)
+        return found or self._curves[self._nearest(tp_degree)]
+
+    def _own_curve(self, tp_degree: int) -> Curve:
+        if tp_degree not in self._curves:
+            near = self._curves[self._nearest(tp_degree)]
+            tokens, seconds = near._grid
+            self._curves[tp_degree] = Curve(tokens.tolist(), seconds.tolist())
+        return self._curves[tp_degree]
+
+    def _nearest(self, tp_degree: int) -> int:
+        smaller = [degree for degree in self._curves if degree <= tp_degree]
+        return max(smaller) if smaller else min(self._curves)
+
+
+def _rising(seconds: list[float]) -> list[float]:
+    return np.maximum.accumulate(seconds).tolist()

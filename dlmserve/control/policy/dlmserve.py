@@ -1,0 +1,196 @@
+"""The default policy: everything that goes beyond the TeDiServe paper, each part with a switch.
+
+* `instance_seconds`: load control counts the time that work takes instances, not its tokens.
+* `levels`: everybody's threshold falls together, and only as far as each deadline needs.
+* `eos_aware`: blocks that a request's predicted steps leave no time for are not counted.
+* `least_slack`: who must start first goes first; who is lost anyhow goes last.
+* `efficient_batch`: an instance takes no more requests than make its steps efficient; the rest waits.
+* `refresh`: under load, recompute steps compute the response only, before thresholds fall far.
+* `moves`: the STAR look-ahead, only for a predicted gain and with a cool-down.
+
+The number of residents is bounded by KV memory, not by 8192 tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dlmserve.config import ServerConfig
+from dlmserve.control.policy.cluster import Instance
+from dlmserve.control.policy.outlook import Outlook, all_residents, residents_of
+from dlmserve.control.policy.rebalance import Limits, look_ahead
+from dlmserve.control.policy.remaining import Rows
+from dlmserve.control.policy.request import RequestState
+from dlmserve.control.policy.slo_policy import SloPolicy
+from dlmserve.control.policy.threshold import deadline_limits, greedy_caps, level_caps
+from dlmserve.control.policy.view import Move, View
+
+REBALANCE_S = 0.5
+LIMITS = Limits(min_gain=0.1, min_gain_s=0.2, cool_down_s=3.0, max_moves=2)
+REFRESH_HOLD_S = 3.0  # between two changes of the refresh lever
+REFRESH_HYSTERESIS = 0.7  # of the supply that must do before the lever is let go
+REFRESH_PAYS = 0.95  # the work that is left with it, at most, as a share of the work without
+INEFFICIENCY = 1.05  # cost per token that a batch may have over the cheapest
+
+
+class Dlmserve(SloPolicy):
+    known_options = SloPolicy.known_options | {
+        "supply": 0.8,
+        "caution": 1.15,
+        "reserve": 0.05,
+        "instance_seconds": 1.0,
+        "levels": 1.0,
+        "eos_aware": 1.0,
+        "least_slack": 1.0,
+        "efficient_batch": 1.0,
+        "refresh": 1.0,
+        "refresh_blocks": 8.0,  # whole canvas every so many blocks, where the lever is used
+        "refresh_supply": 0.25,  # share of the capacity that must do for 0.9 without it
+    }
+    max_resident_tokens = None
+
+    def __init__(self, config: ServerConfig) -> None:
+        super().__init__(config)
+        self._usual_refresh = config.refresh_blocks
+        self._refreshing = False
+        self._refresh_changed_at = self._rebalanced_at = -np.inf
+        self._batches = np.zeros(len(config.tp_layout))  # expected tokens of a step, by slot
+
+    def outlook(self, view: View, rows: Rows, refresh_blocks: float | None = None) -> Outlook:
+        speeds = view.history.tokens_per_step(view.work.thresholds) if self.options["eos_aware"] else None
+        return Outlook(view, rows, speeds, refresh_blocks)
+
+    # ---- placement
+
+    def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
+        outlook = self.outlook(view, residents_of(view, view.changed_slots))
+        slots = [slot for slot in view.changed_slots if slot >= 0]
+        self._batches[slots] = outlook.batches()[slots]
+        numbers = view.waiting()
+        waiting = self.outlook(view, view.work.rows(numbers))
+        tokens = waiting.step_tokens
+        open_to = {i.name: i for i in view.cluster.serving() if len(i.residents) < i.max_num_seqs}
+        for at in self._order(now, view, waiting):
+            if not open_to:
+                return
+            request = view.requests[numbers[at]]
+            instance = self._choose(view, request, float(tokens[at]), list(open_to.values()))
+            if instance is None:
+                continue
+            yield request, instance
+            self._batches[instance.slot.index] += tokens[at]
+            if len(instance.residents) >= instance.max_num_seqs:
+                del open_to[instance.name]
+
+    def _order(self, now: float, view: View, waiting: Outlook) -> np.ndarray:
+        """Indices of the waiting requests; those that had started keep their turn."""
+        rows = waiting.rows
+        if not self.options["least_slack"]:
+            return np.arange(len(rows))
+        started = rows["steps"] > 0
+        degree = min((i.tp_degree for i in view.cluster.serving()), default=1)
+        step_s = view.costs.step_s(degree, float(self._batches.max(initial=0.0)))
+        latest_start = rows["deadline"] - waiting.steps[np.arange(len(rows)), rows.index("cap")] * step_s
+        lost = ~waiting.savable(now)
+        return np.lexsort((rows["number"], latest_start, lost, -rows["priority"], ~started))
+
+    def _choose(
+        self, view: View, request: RequestState, tokens: float, instances: list[Instance]
+    ) -> Instance | None:
+        """The shortest step with the request on it, among those that have room and stay efficient."""
+        best, best_s = None, np.inf
+        for instance in instances:
+            batch = float(self._batches[instance.slot.index]) + tokens
+            step_s = view.costs.step_s(instance.tp_degree, batch)
+            if step_s < best_s and self._takes(view, instance, request, batch):
+                best, best_s = instance, step_s
+        return best
+
+    def _takes(self, view: View, instance: Instance, request: RequestState, batch: float) -> bool:
+        if not view.has_room(instance, request, self.max_resident_tokens):
+            return False
+        if not self.options["efficient_batch"] or not instance.residents:
+            return True
+        return batch <= view.costs.efficient_tokens(instance.tp_degree, INEFFICIENCY)
+
+    def refresh_blocks(self, request: RequestState) -> int:
+        usual = request.spec.decoding.refresh_blocks
+        if not self._refreshing or request.spec.pinned or request.spec.decoding.cache != "dual":
+            return usual
+        return max(usual, int(self.options["refresh_blocks"]))
+
+    # ---- load control
+
+    def caps(self, now: float, view: View) -> np.ndarray:
+        rows = view.work.rows()
+        self._batches = self.outlook(view, all_residents(view)).batches()
+        if not np.isfinite(rows["deadline"]).any() or not view.cluster.serving():
+            return rows.index("top")
+        usual = self.outlook(view, rows, self._usual_refresh)
+        if self.options["refresh"] and now >= self._refresh_changed_at + REFRESH_HOLD_S:
+            self._switch_refresh(now, view, usual)
+        if self._refreshing:
+            usual = self.outlook(view, rows, self.options["refresh_blocks"])
+        return self._caps_of(now, view, usual, self.options["supply"])
+
+    def _caps_of(self, now: float, view: View, outlook: Outlook, supply: float) -> np.ndarray:
+        rows = outlook.rows
+        work, rate = self._work(view, outlook)
+        rate *= supply
+        slack_s, savable = outlook.slack_s(now), outlook.savable(now)
+        if self.options["levels"]:
+            limits = deadline_limits(slack_s, savable, rate)
+            return level_caps(work, rows["top"], rows["bottom"], limits, rows["priority"])
+        horizon_s = float(rows["slo_s"][np.isfinite(rows["slo_s"])].mean())
+        order = np.lexsort((rows["number"], -rows["priority"]))
+        caps = np.empty(len(rows), dtype=int)
+        top, bottom = rows["top"][order], rows["bottom"][order]
+        caps[order] = greedy_caps(work[order], top, bottom, rate * horizon_s)
+        return caps
+
+    def _work(self, view: View, outlook: Outlook) -> tuple[np.ndarray, float]:
+        """(work left [n, T], work that the cluster does per second), at the batch sizes that the load makes.
+
+        A request's share of a step is its tokens' part and an equal part of what a step costs without any;
+        in seconds of an instance of the smallest TP degree, others count by their speed.
+        """
+        serving = view.cluster.serving()
+        degree = min(instance.tp_degree for instance in serving)
+        mean_tokens = float(outlook.step_tokens.mean())
+        seats = view.costs.efficient_tokens(degree, INEFFICIENCY) / mean_tokens
+        if self.max_resident_tokens is not None:
+            seats = min(seats, self.max_resident_tokens / float(outlook.rows["whole_tokens"].mean()))
+        beside = min(max(len(outlook.rows) / len(serving), 1.0), max(seats, 1.0), serving[0].max_num_seqs)
+        batch = beside * mean_tokens
+        step_s = {each: view.costs.step_s(each, batch) for each in {i.tp_degree for i in serving}}
+        speed = sum(step_s[degree] / step_s[instance.tp_degree] for instance in serving)
+        if not self.options["instance_seconds"]:
+            return outlook.tokens, speed * batch / step_s[degree]
+        fixed_s, per_token_s = view.costs.line(degree, batch)
+        work = outlook.steps * (fixed_s / beside) + outlook.tokens * per_token_s
+        return np.maximum.accumulate(work[:, ::-1], axis=1)[:, ::-1], speed
+
+    def _switch_refresh(self, now: float, view: View, usual: Outlook) -> None:
+        """On while without it thresholds would have to fall, with some reserve, and if it pays."""
+        supply = self.options["refresh_supply"] * (REFRESH_HYSTERESIS if self._refreshing else 1.0)
+        short = (self._caps_of(now, view, usual, supply) > usual.rows["top"]).any()
+        relaxed = self.outlook(view, usual.rows, self.options["refresh_blocks"])
+        pays = relaxed.tokens.sum() <= REFRESH_PAYS * usual.tokens.sum()
+        if self._refreshing != (short and pays):
+            self._refreshing, self._refresh_changed_at = not self._refreshing, now
+
+    def refreshes(self, view: View) -> dict[int, int]:
+        rows = view.work.rows()
+        wanted = self.options["refresh_blocks"]
+        off = rows["refresh_blocks"] < wanted if self._refreshing else rows["refresh_blocks"] >= wanted
+        new = {n: self.refresh_blocks(view.requests[n]) for n in rows.index("number")[off].tolist()}
+        return {n: blocks for n, blocks in new.items() if blocks != view.requests[n].refresh_blocks}
+
+    # ---- moves
+
+    def moves(self, now: float, view: View) -> Sequence[Move]:
+        if now < self._rebalanced_at + REBALANCE_S or len(view.cluster.slots) < 2:
+            return ()
+        self._rebalanced_at = now
+        outlook = self.outlook(view, all_residents(view))
+        return look_ahead(now, view, outlook, self.max_resident_tokens, LIMITS)

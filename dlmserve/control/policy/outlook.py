@@ -1,0 +1,86 @@
+"""What the remaining work means on the cluster: batches, step times, time to the end, and who can be saved.
+
+A snapshot: computed from rows and the cost model when it is asked for. Decides nothing.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from dlmserve.control.policy.remaining import Rows
+from dlmserve.control.policy.threshold import OPTIMISM
+from dlmserve.control.policy.view import View
+
+
+class Outlook:
+    """Of some rows, each at all thresholds (n rows, T thresholds).
+
+    `tokens_per_step` [T] makes it EOS-aware: blocks that the predicted steps leave no time for don't count.
+    `refresh_blocks` asks what if all recomputed the whole canvas only every so many blocks.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        rows: Rows,
+        tokens_per_step: np.ndarray | None = None,
+        refresh_blocks: float | None = None,
+    ) -> None:
+        self._view, self.rows = view, rows
+        self.steps = rows.steps_left()
+        per_block = None if tokens_per_step is None else rows["block_length"][:, None] / tokens_per_step
+        self.recomputes = rows.recomputes_left(self.steps, per_block)
+        refresh = rows["refresh_blocks"] if refresh_blocks is None else refresh_blocks
+        self.tokens = rows.tokens_left(self.steps, self.recomputes, rows.recompute_tokens(refresh))
+
+    @property
+    def step_tokens(self) -> np.ndarray:
+        """Mean tokens per step of each row at its present threshold, float [n]: its share of a batch."""
+        return self.rows.step_tokens(self.steps, self.tokens, self.rows.index("current"))
+
+    def batches(self) -> np.ndarray:
+        """Expected packed tokens of a step, float [slots]; of the residents among the rows."""
+        slots, tokens = self.rows.index("slot"), self.step_tokens
+        resident = slots >= 0
+        num_slots = len(self._view.cluster.slots)
+        return np.bincount(slots[resident], tokens[resident], minlength=num_slots)
+
+    def time_s(self, batches: np.ndarray) -> np.ndarray:
+        """Seconds to the end in a batch of the present size, float [n, T]; of residents."""
+        return self.steps * step_times(self._view, batches)[self.rows.index("slot")][:, None]
+
+    def slack_s(self, now: float) -> np.ndarray:
+        """Until the deadline, float [n]; infinite without one."""
+        return self.rows["deadline"] - now
+
+    def savable(self, now: float) -> np.ndarray:
+        """Whether the deadline can be kept at best (lowest threshold, alone, fastest instance); bool [n]."""
+        at = np.arange(len(self.rows)), self.rows.index("bottom")
+        alone = self.tokens[at] / self.steps[at]
+        degrees = {slot.tp_degree for slot in self._view.cluster.slots}
+        step_s = self._view.costs.step_s_many(degrees.pop(), alone)
+        for degree in degrees:
+            step_s = np.minimum(step_s, self._view.costs.step_s_many(degree, alone))
+        return OPTIMISM * self.steps[at] * step_s <= self.slack_s(now)
+
+
+def step_times(view: View, batches: np.ndarray) -> np.ndarray:
+    """Seconds of a step of each slot's instance at these packed tokens, float [slots]."""
+    degrees = [slot.tp_degree for slot in view.cluster.slots]
+    if len(set(degrees)) == 1:
+        return view.costs.step_s_many(degrees[0], batches)
+    step_s = {degree: view.costs.step_s_many(degree, batches) for degree in set(degrees)}
+    return np.array([step_s[degree][slot] for slot, degree in enumerate(degrees)])
+
+
+def residents_of(view: View, slots: Iterable[int]) -> Rows:
+    """The rows of the requests on these slots' instances."""
+    slot = view.work.rows()["slot"]
+    resident = np.zeros(len(slot), dtype=bool)
+    for each in slots:
+        resident |= (slot == each) & (slot >= 0)
+    return view.work.take(np.flatnonzero(resident))
+
+
+def all_residents(view: View) -> Rows:
+    return view.work.take(np.flatnonzero(view.work.rows()["slot"] >= 0))

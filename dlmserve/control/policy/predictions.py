@@ -1,0 +1,156 @@
+"""What is known of a request's progress, and the interface of those who predict its remaining steps.
+
+Owns the feature vector and the fallback predictor. Knows nothing of instances, and nothing of where the
+predictor runs: the scheduler asks with a Predict action and is told by a Predicted event.
+
+Features: appendix A of the TeDiServe paper. Confidences are those of the output positions unmasked so far,
+each at the step that unmasked it: positions still masked have none in the reports.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+FEATURES = (
+    "step", "unmasked", "block", "unmasked_in_block", "output_length",
+    "confidence_min", "confidence_q25", "confidence_median", "confidence_mean", "confidence_q75",
+)  # fmt: skip
+STEP, UNMASKED, OUTPUT_LENGTH = map(FEATURES.index, ("step", "unmasked", "output_length"))
+
+# Before anything was observed: LLaDA-8B on GSM8K, tokens per step with a dual cache (TeDiServe artifact).
+PUBLISHED_TOKENS_PER_STEP = {0.5: 6.58, 0.6: 5.65, 0.7: 4.77, 0.8: 3.89, 0.9: 3.02}
+OWN_STEPS = 8.0  # how many steps of a request's own outweigh the usual pace
+PRIOR_STEPS = 100.0  # how many observed steps outweigh what was published
+PRIOR_REQUESTS = 5.0  # and how many finished requests the assumption that answers fill their output
+MAX_STEPS = 20_000.0  # older observations fade
+STALE_STEPS = 200  # observed steps after which the means are computed anew
+
+
+class Progress(NamedTuple):
+    """How far a request was when its prediction was asked for."""
+
+    request: int
+    steps: int
+    num_unmasked: int
+    block: int
+    num_unmasked_in_block: int
+    output_length: int
+    block_length: int
+    confidences: tuple[float, ...]  # in the order of unmasking
+
+
+def features(progress: Sequence[Progress]) -> np.ndarray:
+    """float64 [n, len(FEATURES)]; the confidence columns are 0 before the first step."""
+    table = np.zeros((len(progress), len(FEATURES)))
+    if not progress:
+        return table
+    counts = np.array([row[1:7] for row in progress], dtype=float)
+    steps, unmasked, block, in_block, length, block_length = counts.T
+    table[:, 0] = (steps + 1) / length
+    table[:, 1] = unmasked / length
+    table[:, 2] = block / (length / block_length)
+    table[:, 3] = in_block / block_length
+    table[:, 4] = length
+    table[:, 5:] = _confidence_features([row.confidences for row in progress])
+    return table
+
+
+def _confidence_features(rows: list[tuple[float, ...]]) -> np.ndarray:
+    """Minimum, lower quartile, median, mean and upper quartile of each row, [n, 5]."""
+    counts = np.array([len(row) for row in rows])
+    padded = np.full((len(rows), max(1, counts.max())), np.inf)
+    for values, row in zip(padded, rows, strict=True):
+        values[: len(row)] = row
+    known = np.arange(padded.shape[1]) < counts[:, None]
+    means = np.where(known, padded, 0.0).sum(axis=1) / np.maximum(counts, 1)
+    padded.sort(axis=1)
+    columns = [_quantile(padded, counts, share) for share in (0.0, 0.25, 0.5, 0.75)]
+    return np.where(counts[:, None] > 0, np.stack([*columns[:3], means, columns[3]], axis=1), 0.0)
+
+
+def _quantile(padded: np.ndarray, counts: np.ndarray, share: float) -> np.ndarray:
+    """numpy's linear quantile of the first counts[i] values of each sorted row."""
+    place = share * np.maximum(counts - 1, 0)
+    below = place.astype(int)
+    above = np.minimum(below + 1, np.maximum(counts - 1, 0))
+    rows = np.arange(len(padded))
+    low, high = padded[rows, below], padded[rows, above]
+    low, high = np.where(counts > 0, low, 0.0), np.where(counts > 0, high, 0.0)
+    return low + (place - below) * (high - low)
+
+
+class StepPredictor(Protocol):
+    """How many steps are left: `features` float [n, F], `thresholds` [T] -> steps float [n, T]."""
+
+    def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray: ...
+
+
+class HistoricalAverage:
+    """The predictor without training: tokens per step at each threshold, and how much of an output is used.
+
+    Both are running means over what this server did, starting from published figures.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[float, list[float]] = {}  # threshold -> [steps, tokens]
+        self._num_observed = 0
+        self._means: tuple[bytes, int, np.ndarray] | None = None  # (thresholds, age, tokens per step)
+        self._num_finished = PRIOR_REQUESTS
+        self._used = PRIOR_REQUESTS  # sum over finished requests of the share of the output that was used
+
+    def observe_step(self, threshold: float, num_unmasked: int) -> None:
+        self._num_observed += 1
+        seen = self._seen.setdefault(threshold, [0.0, 0.0])
+        seen[0] += 1
+        seen[1] += num_unmasked
+        if seen[0] > MAX_STEPS:
+            seen[0], seen[1] = seen[0] / 2, seen[1] / 2
+
+    def observe_finish(self, share_used: float) -> None:
+        self._num_finished += 1
+        self._used += share_used
+        if self._num_finished > 200:
+            self._num_finished, self._used = self._num_finished / 2, self._used / 2
+
+    def tokens_per_step(self, thresholds: np.ndarray) -> np.ndarray:
+        """float [T]. A threshold that was rarely used follows the published ratio to the others."""
+        age, key = self._num_observed // STALE_STEPS, thresholds.tobytes()
+        if self._means is None or self._means[:2] != (key, age):
+            self._means = (key, age, self._tokens_per_step(thresholds))
+        return self._means[2]
+
+    def _tokens_per_step(self, thresholds: np.ndarray) -> np.ndarray:
+        published = _published(thresholds)
+        if not self._seen:
+            return published
+        used = np.array(list(self._seen))
+        steps, tokens = np.array(list(self._seen.values())).T
+        expected = _published(used) * steps
+        scale = (tokens.sum() + PRIOR_STEPS * 3) / (expected.sum() + PRIOR_STEPS * 3)
+        nearest = np.abs(used[:, None] - thresholds) < 0.025
+        steps_at, tokens_at = steps @ nearest, tokens @ nearest
+        return np.maximum((tokens_at + PRIOR_STEPS * scale * published) / (steps_at + PRIOR_STEPS), 1.0)
+
+    def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+        length = features[:, OUTPUT_LENGTH]
+        steps = np.maximum(features[:, STEP] * length - 1, 0.0)
+        return self.steps_left(length, features[:, UNMASKED] * length, steps, thresholds)
+
+    def steps_left(
+        self, output_length: np.ndarray, unmasked: np.ndarray, steps: np.ndarray, thresholds: np.ndarray
+    ) -> np.ndarray:
+        """The same from each request's tokens in all, tokens unmasked and steps done, [n]."""
+        usual = self._used / self._num_finished * output_length
+        # One that is past the usual end goes on for a part of what is left.
+        tokens = np.maximum(usual - unmasked, 0.1 * (output_length - unmasked))
+        speeds = self.tokens_per_step(thresholds)
+        # One that was slower than usual goes on so; one that was faster may have had a lower threshold.
+        own = (unmasked + OWN_STEPS * speeds[0]) / (steps + OWN_STEPS)
+        pace = np.minimum(own / speeds[0], 1.0)
+        return np.maximum(tokens[:, None] / (pace[:, None] * speeds), 1.0)
+
+
+def _published(thresholds: np.ndarray) -> np.ndarray:
+    known = sorted(PUBLISHED_TOKENS_PER_STEP)
+    return np.interp(thresholds, known, [PUBLISHED_TOKENS_PER_STEP[g] for g in known])

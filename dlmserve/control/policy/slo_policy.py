@@ -1,0 +1,87 @@
+"""What policies that control thresholds by SLO have in common: when Algorithms 1 and 2 run, and on what.
+
+Algorithm 1 for the residents of an instance whose members or predictions have changed; Algorithm 2, then
+Algorithm 1 for everybody, when the load has changed and the last time is CONTROL_S ago.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dlmserve.control.policy.cluster import Instance
+from dlmserve.control.policy.outlook import Outlook, residents_of
+from dlmserve.control.policy.policy import Policy
+from dlmserve.control.policy.remaining import Rows
+from dlmserve.control.policy.request import RequestState
+from dlmserve.control.policy.threshold import pick
+from dlmserve.control.policy.view import Decision, Move, View
+
+CONTROL_S = 0.1
+
+
+class SloPolicy(Policy):
+    """Subclasses say what work is (`outlook`), who may use how much (`caps`) and who moves (`moves`)."""
+
+    known_options = {
+        "drop_late": 0.0,
+        "alg1": 1.0,  # each request's threshold by its own deadline
+        "alg2": 1.0,  # caps by the load of the cluster
+        "moves": 1.0,
+        "supply": 0.9,  # share of the cluster's capacity that load control plans with
+        "caution": 1.0,  # predicted times count so many times over when they are held against deadlines,
+        "reserve": 0.0,  # and deadlines come so much sooner, as a share of the SLO
+    }
+    wants_predictions = controls_thresholds = True
+    _controlled_at = -np.inf
+
+    def outlook(self, view: View, rows: Rows) -> Outlook:
+        return Outlook(view, rows)
+
+    def caps(self, now: float, view: View) -> np.ndarray:
+        """The highest threshold each request may use, int [n], for all rows."""
+        raise NotImplementedError
+
+    def moves(self, now: float, view: View) -> Sequence[Move]:
+        return ()
+
+    def refreshes(self, view: View) -> dict[int, int]:
+        """New refresh_blocks, by request."""
+        return {}
+
+    def level(self, now: float, request: RequestState, instance: Instance, view: View) -> int:
+        rows = view.work.rows([request.number])
+        if not self.options["alg1"]:
+            return int(rows["cap"][0])
+        own = self.outlook(view, rows)
+        beside = self.outlook(view, residents_of(view, [instance.slot.index]))
+        batch = float(own.step_tokens.sum() + beside.step_tokens.sum())
+        time_s = self.options["caution"] * own.steps * view.costs.step_s(instance.tp_degree, batch)
+        return int(pick(time_s, self._slack_s(now, own), rows["cap"], rows["bottom"], own.savable(now))[0])
+
+    def _slack_s(self, now: float, outlook: Outlook) -> np.ndarray:
+        slo_s = outlook.rows["slo_s"]
+        return outlook.slack_s(now) - self.options["reserve"] * np.where(np.isfinite(slo_s), slo_s, 0.0)
+
+    def decide(self, now: float, view: View) -> Decision:
+        moves = tuple(self.moves(now, view)) if self.options["moves"] else ()
+        if not view.load_changed or now < self._controlled_at + CONTROL_S or not len(view.work):
+            rows = residents_of(view, view.changed_slots)
+            return Decision(thresholds=self._levels(now, view, rows, rows["cap"]), moves=moves)
+        self._controlled_at = now
+        caps = self.caps(now, view) if self.options["alg2"] else view.work.rows().index("top")
+        residents = np.flatnonzero(view.work.rows()["slot"] >= 0)
+        levels = self._levels(now, view, view.work.take(residents), caps[residents])
+        return Decision(levels, caps, self.refreshes(view), moves)
+
+    def _levels(self, now: float, view: View, rows: Rows, caps: np.ndarray) -> dict[int, int]:
+        """The thresholds that change, by request; of residents."""
+        if not len(rows):
+            return {}
+        levels = caps.astype(int)
+        if self.options["alg1"]:
+            outlook = self.outlook(view, rows)
+            time_s = self.options["caution"] * outlook.time_s(outlook.batches())
+            slack_s, savable = self._slack_s(now, outlook), outlook.savable(now)
+            levels = pick(time_s, slack_s, caps, rows["bottom"], savable)
+        changed = np.flatnonzero(levels != rows.index("current"))
+        return dict(zip(rows.index("number")[changed].tolist(), levels[changed].tolist(), strict=True))

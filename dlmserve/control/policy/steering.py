@@ -1,0 +1,207 @@
+"""Between the scheduler's books and the policy: what the policy sees, and what becomes of its decisions.
+
+Keeps the remaining work, the cost model and the history up to date, asks for predictions when they are due,
+and turns a Decision into actions. Decides nothing itself; owns no request's place.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from dlmserve.config import ServerConfig
+from dlmserve.control.policy.cluster import Cluster, Instance
+from dlmserve.control.policy.cost_model import CostModel
+from dlmserve.control.policy.events import Action, Predict, Predicted, Send
+from dlmserve.control.policy.policy import Policy
+from dlmserve.control.policy.predictions import HistoricalAverage
+from dlmserve.control.policy.remaining import STAYING, WAITING, RemainingWork
+from dlmserve.control.policy.request import RequestState
+from dlmserve.control.policy.view import View
+from dlmserve.messages import Release, SetRefresh, SetThreshold, StepReport
+
+# Tokens unmasked between two predictions: the most whose error is within 5% of predicting at every token.
+REFRESH_TOKENS = 8
+
+
+class Steering:
+    """`asks`: predictions come from outside, by Predict and Predicted; otherwise the history gives them."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        policy: Policy,
+        costs: CostModel,
+        cluster: Cluster,
+        requests: dict[int, RequestState],
+        waiting: Callable[[], list[int]],
+        asks: bool,
+    ) -> None:
+        self._policy, self._requests = policy, requests
+        self._asks = asks and policy.wants_predictions
+        self.view = View(
+            cluster=cluster,
+            requests=requests,
+            work=RemainingWork(config.thresholds),
+            costs=costs,
+            history=HistoricalAverage(),
+            waiting=waiting,
+        )
+        self.errors = PredictionErrors()
+
+    # ---- what happens to requests
+
+    def arrived(self, request: RequestState) -> Iterator[Action]:
+        self.view.work.add(request, self._usual_steps([request])[0])
+        self.view.load_changed = True
+        yield from self._ask([request])
+
+    def ended(self, request: RequestState, finished: bool) -> None:
+        self.view.work.remove(request.number)
+        self.view.load_changed = True
+        if finished:
+            self.view.history.observe_finish(request.num_unmasked / request.output_length)
+            self.errors.finished(request)
+        self.errors.forget(request.number)
+
+    def placed(self, request: RequestState, instance: Instance) -> None:
+        self.view.work.set(request.number, "slot", instance.slot.index)
+        self.view.changed_slots.add(instance.slot.index)
+
+    def left(self, request: RequestState, instance: Instance) -> None:
+        """It is resident no more: finished, moved, or its instance is lost."""
+        work = self.view.work
+        work.set(request.number, "slot", WAITING)
+        work.set(request.number, "going_to", STAYING)
+        work.set(request.number, "recomputes", request.recomputes_left)
+        self.view.changed_slots.add(instance.slot.index)
+
+    def stepped(
+        self, report: StepReport, instance: Instance, requests: list[RequestState]
+    ) -> Iterator[Action]:
+        """The live ones among a report's requests, after the step is applied to each."""
+        self.view.costs.observe(instance.tp_degree, report.num_tokens, report.duration_s + report.idle_s)
+        self.view.stepped_slots.add(instance.slot.index)
+        if requests:
+            self.view.work.proceed(requests)
+        yield from self._ask([request for request in requests if _is_due(request)])
+
+    # ---- predictions
+
+    def _ask(self, requests: list[RequestState]) -> Iterator[Action]:
+        if not requests or not self._policy.wants_predictions:
+            return
+        for request in requests:
+            request.num_unmasked_at_refresh = request.num_unmasked
+        if self._asks:
+            yield Predict(tuple(request.progress() for request in requests))
+        else:
+            self._take(requests, [request.steps for request in requests], self._usual_steps(requests))
+
+    def predicted(self, event: Predicted) -> None:
+        """Those that are over by now are left out."""
+        live = [i for i, progress in enumerate(event.progress) if progress.request in self._requests]
+        if live:
+            requests = [self._requests[event.progress[i].request] for i in live]
+            self._take(requests, [event.progress[i].steps for i in live], event.steps[live])
+
+    def _take(self, requests: list[RequestState], at_steps: list[int], steps_left: np.ndarray) -> None:
+        work = self.view.work
+        work.predict(requests, at_steps, steps_left)
+        rows = work.rows([request.number for request in requests])
+        self.view.changed_slots.update(rows.index("slot").tolist())
+        self.view.load_changed = True
+        predicted = steps_left[np.arange(len(requests)), rows.index("current")]
+        for request, at_step, steps in zip(requests, at_steps, predicted.tolist(), strict=True):
+            self.errors.predicted(request.number, at_step, steps)
+
+    def _usual_steps(self, requests: list[RequestState]) -> np.ndarray:
+        lengths = np.array([request.output_length for request in requests], dtype=float)
+        unmasked = np.array([request.num_unmasked for request in requests], dtype=float)
+        steps = np.array([request.steps for request in requests], dtype=float)
+        return self.view.history.steps_left(lengths, unmasked, steps, self.view.work.thresholds)
+
+    # ---- decisions
+
+    def start_at(self, now: float, request: RequestState, instance: Instance) -> None:
+        """Sets what a request that is about to be admitted starts with."""
+        request.refresh_blocks = self._policy.refresh_blocks(request)
+        self.view.work.set(request.number, "refresh_blocks", request.refresh_blocks)
+        if not request.spec.pinned:
+            self._set_level(request, self._policy.level(now, request, instance, self.view))
+
+    def decide(self, now: float) -> Iterator[Action]:
+        """Performs what the policy wants done; says nothing that an instance knows already."""
+        decision = self._policy.decide(now, self.view)
+        self.view.changed_slots.clear()
+        self.view.stepped_slots.clear()
+        if decision.caps is not None:
+            self.view.work.rows()["cap"][:] = decision.caps
+            self.view.load_changed = False
+        for number, level in decision.thresholds.items():
+            request = self._requests[number]
+            before = request.threshold
+            self._set_level(request, level)
+            if request.instance and request.threshold != before:
+                yield Send(request.instance, SetThreshold(number, request.threshold))
+        for number, refresh_blocks in decision.refresh_blocks.items():
+            request = self._requests[number]
+            request.refresh_blocks = refresh_blocks
+            self.view.work.set(number, "refresh_blocks", refresh_blocks)
+            if request.instance:
+                yield Send(request.instance, SetRefresh(number, refresh_blocks))
+        for number, target in decision.moves:
+            request = self._requests[number]
+            if request.instance and request.moving_to is None:
+                request.moving_to, request.moved_at = target, now
+                slot = self.view.cluster.instances[target].slot.index
+                self.view.work.set(number, "going_to", slot)
+                self.view.work.set(number, "moved_at", now)
+                yield Send(request.instance, Release(number))
+
+    def _set_level(self, request: RequestState, level: int) -> None:
+        work = self.view.work
+        request.threshold = max(float(work.thresholds[level]), request.spec.min_threshold or 0.0)
+        work.set(request.number, "current", level)
+
+    def cap_of(self, request: RequestState) -> float | None:
+        """The highest threshold that load control allows it; None where nothing controls it."""
+        if request.spec.pinned or not self._policy.controls_thresholds:
+            return None
+        cap = int(self.view.work.get(request.number, "cap"))
+        return max(float(self.view.work.thresholds[cap]), request.spec.min_threshold or 0.0)
+
+    def mean_cap(self) -> float:
+        """Of all live requests; the highest candidate where there are none."""
+        work = self.view.work
+        return float(work.thresholds[work.rows().index("cap")].mean() if len(work) else work.thresholds[0])
+
+
+def _is_due(request: RequestState) -> bool:
+    return request.num_unmasked - request.num_unmasked_at_refresh >= REFRESH_TOKENS
+
+
+class PredictionErrors:
+    """How far predictions were off: sum of |predicted - actual| over sum of actual, over recent requests."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[tuple[int, float]]] = {}  # by request: (at step, steps then predicted)
+        self._wrong, self._actual = 0.0, 0.0
+
+    @property
+    def ratio(self) -> float:
+        """0 before any request with predictions has finished."""
+        return self._wrong / self._actual if self._actual else 0.0
+
+    def predicted(self, request: int, at_step: int, steps: float) -> None:
+        self._open.setdefault(request, []).append((at_step, steps))
+
+    def finished(self, request: RequestState) -> None:
+        fade = 0.99
+        self._wrong, self._actual = fade * self._wrong, fade * self._actual
+        for at_step, steps in self._open.pop(request.number, []):
+            actual = request.steps - at_step
+            self._wrong += abs(steps - actual)
+            self._actual += actual
+
+    def forget(self, request: int) -> None:
+        self._open.pop(request, None)

@@ -1,0 +1,124 @@
+"""The learned step predictor: gradient-boosted trees over a request's progress, one model for all thresholds.
+
+Owns the regression and its error figures. Knows nothing of where the rows come from (a real engine, or the
+simulator) or where predictions run. catboost is imported when it is first needed: it takes half a second.
+
+Source: TeDiServe (arXiv 2606.29094), section 4 and appendix A: the target is the remaining steps over the
+output length, one row per executed step of 100 requests at every candidate threshold.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dlmserve.control.policy.predictions import FEATURES, OUTPUT_LENGTH
+from dlmserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from catboost import CatBoostRegressor
+
+LENGTH = ("output_length",)
+PROGRESS = (*LENGTH, "step", "unmasked", "block", "unmasked_in_block", "threshold")
+FEATURE_SETS = {"length": LENGTH, "length, progress": PROGRESS, "all": (*FEATURES, "threshold")}
+COLUMNS = (*FEATURES, "threshold")
+NUM_TREES, DEPTH, LEARNING_RATE = 200, 6, 0.1
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Rows to learn from: `features` [n, F] as in predictions.py, `thresholds` [n], `steps_left` [n]."""
+
+    features: np.ndarray
+    thresholds: np.ndarray
+    steps_left: np.ndarray
+
+    def inputs(self) -> np.ndarray:
+        return np.column_stack((self.features, self.thresholds))
+
+    def select(self, rows: np.ndarray) -> "StepTable":
+        return StepTable(self.features[rows], self.thresholds[rows], self.steps_left[rows])
+
+
+class CatBoostPredictor:
+    """A StepPredictor; made by `train` or `load`."""
+
+    def __init__(self, model: "CatBoostRegressor") -> None:
+        self._model = model
+
+    @classmethod
+    def train(
+        cls, table: StepTable, columns: tuple[str, ...] = COLUMNS, seed: int = 0
+    ) -> "CatBoostPredictor":
+        """Least squares on `columns` only; a higher threshold never means fewer steps."""
+        from catboost import CatBoostRegressor
+
+        ignored = [i for i, name in enumerate(COLUMNS) if name not in columns]
+        model = CatBoostRegressor(
+            iterations=NUM_TREES,
+            depth=DEPTH,
+            learning_rate=LEARNING_RATE,
+            ignored_features=ignored,
+            monotone_constraints={} if "threshold" not in columns else {len(FEATURES): 1},
+            random_seed=seed,
+            thread_count=1,  # the same trees on every machine
+            verbose=False,
+            allow_writing_files=False,
+        )
+        model.fit(table.inputs(), table.steps_left / table.features[:, OUTPUT_LENGTH])
+        return cls(model)
+
+    @classmethod
+    def load(cls, path: Path) -> "CatBoostPredictor":
+        """Raises ConfigError where there is no such model, or one of other features."""
+        from catboost import CatBoostError, CatBoostRegressor
+
+        model = CatBoostRegressor()
+        try:
+            model.load_model(str(path))
+        except CatBoostError as error:
+            raise ConfigError(f"step predictor {path} cannot be read: {error}; train it again") from error
+        num_features = len(model.feature_names_ or ())
+        if num_features != len(COLUMNS):
+            raise ConfigError(
+                f"step predictor {path} has {num_features} features; wanted {len(COLUMNS)}: train it again"
+            )
+        return cls(model)
+
+    def save(self, path: Path) -> None:
+        self._model.save_model(str(path))
+
+    def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+        """`features` [n, F], `thresholds` [T] -> steps left [n, T], at least 1; one call for all."""
+        num, num_thresholds = len(features), len(thresholds)
+        rows = np.repeat(features, num_thresholds, axis=0)
+        inputs = np.column_stack((rows, np.tile(thresholds, num)))
+        share = self._model.predict(inputs, thread_count=1).reshape(num, num_thresholds)
+        return np.maximum(share * features[:, OUTPUT_LENGTH, None], 1.0)
+
+
+def error_ratio(predicted: np.ndarray, actual: np.ndarray) -> float:
+    """Weighted absolute percentage error: sum |predicted - actual| / sum actual."""
+    return float(np.abs(predicted - actual).sum() / actual.sum())
+
+
+def predict_rows(predictor: CatBoostPredictor, table: StepTable) -> np.ndarray:
+    """Steps left [n] of each row at its own threshold."""
+    found = np.empty(len(table.thresholds))
+    for threshold in np.unique(table.thresholds):
+        rows = table.thresholds == threshold
+        found[rows] = predictor.predict(table.features[rows], np.array([threshold]))[:, 0]
+    return found
+
+
+def errors_by_features(train: StepTable, held_out: StepTable, seed: int = 0) -> dict[str, float]:
+    """Error ratio on `held_out` of a predictor for each set of features."""
+    errors = {}
+    for name, columns in FEATURE_SETS.items():
+        if np.ptp(train.inputs()[:, [COLUMNS.index(column) for column in columns]], axis=0).any():
+            predicted = predict_rows(CatBoostPredictor.train(train, columns, seed), held_out)
+        else:  # nothing to tell rows apart by
+            predicted = np.full(len(held_out.steps_left), train.steps_left.mean())
+        errors[name] = error_ratio(predicted, held_out.steps_left)
+    return errors

@@ -1,0 +1,56 @@
+"""The TeDiServe policy as its paper has it: load in tokens, thresholds by Algorithms 1 and 2, greedy moves.
+
+Source: TeDiServe (arXiv 2606.29094); the options `alg1` and `alg2` are the ablations of its evaluation.
+Requests are served in the order of their arrival, within 8192 resident tokens per instance.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dlmserve.control.policy.cluster import Instance
+from dlmserve.control.policy.llumnix import fastest_after, greedy_moves
+from dlmserve.control.policy.outlook import Outlook
+from dlmserve.control.policy.request import RequestState
+from dlmserve.control.policy.slo_policy import SloPolicy
+from dlmserve.control.policy.threshold import greedy_caps
+from dlmserve.control.policy.view import Move, View
+
+
+class Tediserve(SloPolicy):
+    known_options = SloPolicy.known_options | {
+        "drop_late": 1.0,
+        "supply": 0.8,  # at 0.9 attainment falls earlier than published, at 0.7 later
+        "margin": 0.05,  # a move must make the step faster by this share
+    }
+
+    def choose(self, now: float, request: RequestState, view: View) -> Instance | None:
+        """Algorithm 3: the instance with the shortest step once the request is on it, among all with room."""
+        instances = view.cluster.instances.values()
+        having_room = [i for i in instances if view.has_room(i, request, self.max_resident_tokens)]
+        return fastest_after(view, having_room, len(request.canvas))
+
+    def caps(self, now: float, view: View) -> np.ndarray:
+        """Algorithm 2 over active and waiting requests, by priority, then by arrival."""
+        rows = view.work.rows()
+        slos = rows["slo_s"][np.isfinite(rows["slo_s"])]
+        if not len(slos):
+            return rows.index("top")
+        outlook = Outlook(view, rows)
+        supply = self.options["supply"] * float(slos.mean()) * self._tokens_per_s(view, outlook)
+        order = np.lexsort((rows["number"], -rows["priority"]))
+        caps = np.empty(len(rows), dtype=int)
+        caps[order] = greedy_caps(outlook.tokens[order], rows["top"][order], rows["bottom"][order], supply)
+        return caps
+
+    def _tokens_per_s(self, view: View, outlook: Outlook) -> float:
+        """Of all instances, each with as many mean requests as its resident tokens allow."""
+        seats = (self.max_resident_tokens or np.inf) // float(outlook.rows["whole_tokens"].mean())
+        total = 0.0
+        for instance in view.cluster.serving():
+            batch = min(max(seats, 1.0), instance.max_num_seqs) * float(outlook.step_tokens.mean())
+            total += batch / view.costs.step_s(instance.tp_degree, batch)
+        return total
+
+    def moves(self, now: float, view: View) -> Sequence[Move]:
+        return tuple(greedy_moves(view, self.max_resident_tokens, self.options["margin"]))

@@ -1,0 +1,57 @@
+"""What a policy is shown, and the form of its decisions.
+
+Values and read access only: the scheduler owns everything that a View leads to, and acts on what it gets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from dlmserve.control.policy.cluster import Cluster, Instance
+from dlmserve.control.policy.cost_model import CostModel
+from dlmserve.control.policy.predictions import HistoricalAverage
+from dlmserve.control.policy.remaining import RemainingWork
+from dlmserve.control.policy.request import RequestState
+
+
+@dataclass
+class View:
+    cluster: Cluster
+    requests: dict[int, RequestState]
+    work: RemainingWork
+    costs: CostModel
+    history: HistoricalAverage
+    waiting: Callable[
+        [], list[int]
+    ]  # request numbers: those that have started first, by priority, by arrival
+    changed_slots: set[int] = field(default_factory=set)  # their residents or predictions have changed
+    stepped_slots: set[int] = field(default_factory=set)  # their instances have ended a step
+    load_changed: bool = True  # requests came, ended or have new predictions
+
+    def has_room(self, instance: Instance, request: RequestState, max_tokens: int | None) -> bool:
+        """`max_tokens`: of all residents' canvases together; an empty instance takes what its pages hold."""
+        if not instance.has_room(request.num_pages):
+            return False
+        fits = max_tokens is None or instance.num_tokens + len(request.canvas) <= max_tokens
+        return fits or not instance.residents
+
+
+class Move(NamedTuple):
+    """Ask the request back at its next block start, then send it there."""
+
+    request: int
+    instance: str
+
+
+class Decision(NamedTuple):
+    """Thresholds are indices into the descending list of candidates."""
+
+    thresholds: dict[int, int] = {}  # by request
+    caps: np.ndarray | None = None  # int, one per row of the remaining work; None: as they were
+    refresh_blocks: dict[int, int] = {}  # by request
+    moves: tuple[Move, ...] = ()
+
+
+NOTHING = Decision()

@@ -1,0 +1,111 @@
+"""Step predictors for the simulator: one trained on simulated requests, and an oracle that knows the course.
+
+Runs requests alone on a simulated engine at every threshold, as `train-predictor` does on a real one, and
+collects a row per step. The training requests are none of a scenario's own: they have numbers of their own.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from dlmserve.control.policy.predictions import Progress, features
+from dlmserve.control.policy.request import RequestSpec, RequestState
+from dlmserve.control.policy.step_predictor import CatBoostPredictor, StepTable
+from dlmserve.messages import Admit, Decoding
+from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
+from dlmserve.simulation.scenarios import Scenario
+from dlmserve.simulation.unmasking import Unmasking, load_calibration
+from dlmserve.simulation.workloads import Job
+
+FIRST_NUMBER = 10_000_000  # of the training requests
+TRAINING_SEED = 1000
+NUM_REQUESTS = 100
+PAGE_SIZE = 32
+
+
+def record(scenario: Scenario, thresholds: tuple[float, ...], first_number: int, seed: int) -> StepTable:
+    """One row per step of NUM_REQUESTS requests at each threshold."""
+    jobs = dict(enumerate(scenario.sample_jobs(NUM_REQUESTS, seed), first_number))
+    unmasking = Unmasking(load_calibration(scenario.text), seed)
+    parts = [_record_at(threshold, jobs, unmasking) for threshold in thresholds]
+    return StepTable(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _record_at(
+    threshold: float, jobs: dict[int, Job], unmasking: Unmasking
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features before each step, the threshold, and the steps that were left."""
+    eos_at = {number: 1 + job.answer for number, job in jobs.items() if job.answer < job.output}
+    num_pages = sum(1 + job.output // PAGE_SIZE for job in jobs.values())
+    engine = SimulatedEngine(unmasking, num_pages, PAGE_SIZE, eos_at)
+    requests = {}
+    for number, job in jobs.items():
+        length = 1 + job.output
+        spec = RequestSpec("", [TEXT] + [MASK] * job.output, 1, length, length, Decoding(value=threshold))
+        requests[number] = RequestState(number, spec, 0.0, MASK, num_pages=0)
+        engine.apply(Admit(number, spec.canvas, 1, length, length, spec.decoding))
+    progress: dict[int, list[Progress]] = {number: [] for number in jobs}
+    while engine.has_work():
+        for step in engine.step().requests:
+            progress[step.request].append(requests[step.request].progress())
+            requests[step.request].apply(step)
+    rows = [row for course in progress.values() for row in course]
+    left = [np.arange(len(course), 0, -1) for course in progress.values()]
+    return features(rows), np.full(len(rows), threshold), np.concatenate(left)
+
+
+def train_predictor(scenario: Scenario, thresholds: tuple[float, ...]) -> CatBoostPredictor:
+    """Trained as in the paper: 100 requests at every threshold. The same for all rates, SLOs and seeds."""
+    return _train(replace(scenario, rps=1.0, num_requests=0, slo_s=1.0, overhead_s=0.0), thresholds)
+
+
+@lru_cache(maxsize=8)
+def _train(scenario: Scenario, thresholds: tuple[float, ...]) -> CatBoostPredictor:
+    return CatBoostPredictor.train(record(scenario, thresholds, FIRST_NUMBER, TRAINING_SEED))
+
+
+class Oracle:
+    """Decodes each request ahead, at each of the thresholds: steps per block, and from them what is left."""
+
+    def __init__(self, unmasking: Unmasking, jobs: list[Job], thresholds: tuple[float, ...]) -> None:
+        self._unmasking, self._jobs, self._thresholds = unmasking, jobs, thresholds
+        self._courses: dict[int, np.ndarray] = {}
+
+    def predict(self, progress: list[Progress]) -> np.ndarray:
+        """Steps left, float [n, T]."""
+        return np.array([self._steps_left(each) for each in progress])
+
+    def _steps_left(self, progress: Progress) -> np.ndarray:
+        course, block = self.course(progress.request), progress.block
+        if block >= len(course):
+            return np.ones(len(self._thresholds))
+        done = progress.num_unmasked_in_block / progress.block_length
+        return np.maximum(course[block:].sum(0) - done * course[block], 1.0)
+
+    def course(self, request: int) -> np.ndarray:
+        """Steps of each block at each threshold, int [num_blocks, T]."""
+        if request not in self._courses:
+            self._courses[request] = self._decode(request)
+        return self._courses[request]
+
+    def _decode(self, request: int) -> np.ndarray:
+        job, length = self._jobs[request], self._unmasking.calibration.block_length
+        wanted = min(job.answer + 1, job.output)
+        num_blocks = -(-wanted // length)
+        pairs = [(block, threshold) for block in range(num_blocks) for threshold in self._thresholds]
+        rows = [self._unmasking.enter() for _ in pairs]
+        needs = [min(length, wanted - block * length) for block, _ in pairs]
+        for row, (block, threshold) in zip(rows, pairs, strict=True):
+            num_positions = min(length, job.output - block * length)
+            self._unmasking.begin_block(row, request, block, np.ones(num_positions, bool))
+            self._unmasking.set_threshold(row, threshold)
+        steps = np.zeros(len(rows), int)
+        live = list(range(len(rows)))
+        while live:
+            self._unmasking.step([rows[i] for i in live])
+            steps[live] += 1
+            live = [i for i in live if self._unmasking.masked(rows[i])[: needs[i]].any()]
+        for row in rows:
+            self._unmasking.leave(row)
+        return steps.reshape(num_blocks, len(self._thresholds))

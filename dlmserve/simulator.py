@@ -1,0 +1,242 @@
+"""The simulator: a heap of events around the same Scheduler object that serves.
+
+Owns virtual time: arrivals, steps of simulated instances (which run ahead of the head as the workers do),
+reports and commands on their way. Decides nothing. Deterministic: no clock but the one that is passed in to
+time decisions.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from dlmserve.config import ServerConfig
+from dlmserve.control.policy.cluster import RankId
+from dlmserve.control.policy.cost_model import CostModel
+from dlmserve.control.policy.events import (
+    Action,
+    Arrived,
+    Deliver,
+    Drop,
+    Event,
+    Fail,
+    Finish,
+    FormInstance,
+    NodeUp,
+    Predict,
+    Predicted,
+    RankFormed,
+    RankUp,
+    Reject,
+    Send,
+    StepDone,
+    Tick,
+)
+from dlmserve.control.policy.policies import make_policy
+from dlmserve.control.policy.predictions import Progress, features
+from dlmserve.control.policy.request import RequestSpec
+from dlmserve.control.policy.scheduler import Scheduler
+from dlmserve.messages import Command, Decoding, StepReport
+from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
+from dlmserve.simulation.results import Ledger
+from dlmserve.simulation.scenarios import Scenario
+from dlmserve.simulation.step_traces import Oracle, train_predictor
+from dlmserve.simulation.unmasking import Unmasking, load_calibration
+from dlmserve.simulation.workloads import Job
+
+PredictorName = Literal["catboost", "average", "oracle"]
+
+TICK_S = 0.5
+EMPTY_STEP_S = 1e-4  # a step that only gives requests back
+
+
+class Worker:
+    """One instance's leader: engine, inbox, and the step that is running."""
+
+    def __init__(self, name: str, tp_degree: int, engine: SimulatedEngine) -> None:
+        self.name, self.tp_degree, self.engine = name, tp_degree, engine
+        self.inbox: list[Command] = []
+        self.busy = False
+        self.seq = 0
+        self.result: Any = None
+        self.duration_s = 0.0
+
+
+class Simulator:
+    """One run: `run()` plays all jobs and returns the ledger."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        scenario: Scenario,
+        seed: int,
+        predictor: PredictorName = "catboost",
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._scenario, self._clock = scenario, clock
+        policy = make_policy(config)
+        asks = policy.wants_predictions and predictor != "average"
+        # Its own cost model is the truth; the scheduler's starts from the same profile, without the overhead.
+        self._costs, believed = (CostModel.from_preset(scenario.cost_model) for _ in range(2))
+        self._scheduler = Scheduler(config, policy, MASK, scenario.max_model_len, believed, asks)
+        self._decoding = Decoding(refresh_blocks=config.refresh_blocks)
+        self._unmasking = Unmasking(load_calibration(scenario.text), seed)
+        self._jobs = scenario.jobs(seed)
+        self._predict = self._make_predictor(predictor, config.thresholds) if asks else None
+        self._to_predict: list[Progress] = []
+        self._eos_at: dict[int, int] = {}  # live requests: the canvas column of their first EOS
+        self._workers: dict[str, Worker] = {}
+        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._order = itertools.count()
+        self._num_left = len(self._jobs)
+        self.ledger = Ledger()
+        self.now = 0.0
+
+    def run(self) -> Ledger:
+        """Plays until every request is over."""
+        self._start_cluster()
+        self._at(0.0, self._tick, None)
+        if self._jobs:
+            self._at(self._jobs[0].arrived_at, self._arrive, 0)
+        while self._num_left:
+            self.now, _, happen, what = heapq.heappop(self._heap)
+            happen(what)
+        self._scheduler.check()
+        self.ledger.num_migrations = self._scheduler.num_migrations
+        return self.ledger
+
+    def _at(self, at: float, happen: Callable[[Any], None], what: Any) -> None:
+        heapq.heappush(self._heap, (at, next(self._order), happen, what))
+
+    def _start_cluster(self) -> None:
+        num_devices = sum(self._scenario.layout)
+        self._feed(NodeUp("node", num_devices))
+        for device in range(num_devices):
+            self._feed(RankUp(RankId("node", device, 1), ""))
+
+    def _make_predictor(
+        self, name: PredictorName, thresholds: tuple[float, ...]
+    ) -> Callable[[list[Progress]], np.ndarray]:
+        """Steps left [n, T], in the descending order of thresholds that the scheduler has."""
+        descending = tuple(sorted(thresholds, reverse=True))
+        if name == "oracle":
+            return Oracle(self._unmasking, self._jobs, descending).predict
+        trained = train_predictor(self._scenario, descending)
+        return lambda progress: trained.predict(features(progress), np.array(descending))
+
+    # ---- what happens
+
+    def _arrive(self, number: int) -> None:
+        job = self._jobs[number]
+        if number + 1 < len(self._jobs):
+            self._at(self._jobs[number + 1].arrived_at, self._arrive, number + 1)
+        if job.answer < job.output:
+            self._eos_at[number] = job.prompt + job.answer
+        self._feed(Arrived(number, self._spec(number, job)))
+
+    def _spec(self, number: int, job: Job) -> RequestSpec:
+        length = job.prompt + job.output
+        canvas = [TEXT] * job.prompt + [MASK] * job.output
+        return RequestSpec(
+            str(number), canvas, job.prompt, length, length, self._decoding, slo_s=self._scenario.slo_s
+        )
+
+    def _tick(self, _: None) -> None:
+        self._feed(Tick())
+        self._at(self.now + TICK_S, self._tick, None)
+
+    def _report(self, report: StepReport) -> None:
+        started_at = self._clock()
+        actions = self._scheduler.on_event(self.now, StepDone(report))
+        self.ledger.decision_s.append(self._clock() - started_at)
+        self._perform(actions)
+
+    def _answer(self, _: None) -> None:
+        """The predictor: all that has been asked since the last answer, in one batch."""
+        assert self._predict
+        progress, self._to_predict = self._to_predict, []
+        self._feed(Predicted(tuple(progress), self._predict(progress)))
+
+    # ---- an instance: as the worker's loop, drain the inbox, run a step, report
+
+    def _command(self, what: tuple[Worker, Command]) -> None:
+        worker, command = what
+        worker.inbox.append(command)
+        if not worker.busy:
+            self._start_step(worker)
+
+    def _start_step(self, worker: Worker) -> None:
+        engine = worker.engine
+        for command in worker.inbox:
+            engine.apply(command)
+        worker.inbox.clear()
+        worker.busy = engine.has_work()
+        if worker.busy:
+            worker.seq += 1
+            worker.result = engine.step()
+            worker.duration_s = self._step_s(worker.tp_degree, worker.result.num_tokens)
+            self._at(self.now + worker.duration_s, self._end_step, worker)
+
+    def _end_step(self, worker: Worker) -> None:
+        result = worker.result
+        report = StepReport(
+            instance=worker.name,
+            seq=worker.seq,
+            duration_s=worker.duration_s,
+            idle_s=0.0,
+            num_tokens=result.num_tokens,
+            num_pages_in_use=worker.engine.num_pages_in_use,
+            requests=result.requests,
+            released=result.released,
+            failed=result.failed,
+        )
+        self._at(self.now + self._scenario.head_s / 2, self._report, report)
+        self._start_step(worker)
+
+    def _step_s(self, tp_degree: int, num_tokens: int) -> float:
+        if num_tokens == 0:
+            return EMPTY_STEP_S
+        return self._costs.step_s(tp_degree, num_tokens) + self._scenario.overhead_s
+
+    # ---- the scheduler's side
+
+    def _feed(self, event: Event) -> None:
+        self._perform(self._scheduler.on_event(self.now, event))
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver(request, update):
+                    self.ledger.on_step(request, update.threshold, len(update.unmasked))
+                case Send(instance, command):
+                    sent_to = self._workers[instance]
+                    self._at(self.now + self._scenario.head_s / 2, self._command, (sent_to, command))
+                case Predict(progress):
+                    if not self._to_predict:
+                        self._at(self.now + self._scenario.predict_s, self._answer, None)
+                    self._to_predict += progress
+                case Finish(request, _, summary):
+                    self.ledger.on_finish(
+                        request, self._jobs[request].arrived_at, self._scenario.slo_s, summary
+                    )
+                    self._forget(request)
+                case Drop(request) | Fail(request) | Reject(request):
+                    self.ledger.on_drop(request, self._jobs[request].arrived_at, self._scenario.slo_s)
+                    self._forget(request)
+                case FormInstance(instance, ranks):
+                    self._form(instance, len(ranks))
+
+    def _forget(self, request: int) -> None:
+        self._eos_at.pop(request, None)
+        self._num_left -= 1
+
+    def _form(self, name: str, tp_degree: int) -> None:
+        """At once: loading a model is not what is simulated here."""
+        scenario = self._scenario
+        num_pages = scenario.num_pages * tp_degree
+        engine = SimulatedEngine(self._unmasking, num_pages, scenario.page_size, self._eos_at)
+        self._workers[name] = Worker(name, tp_degree, engine)
+        for tp_rank in range(tp_degree):
+            self._at(self.now, self._feed, RankFormed(name, tp_rank, num_pages))
