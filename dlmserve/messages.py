@@ -46,7 +46,7 @@ class Decoding(msgspec.Struct, array_like=True, frozen=True):
     num_top: int = 0  # alternatives to report for each unmasked token (logprobs)
 
 
-class Admit(Message):
+class Admit(Message, frozen=True):
     """Take a request: the canvas holds prompt, output (mask ids where masked) and suffix.
 
     Output positions are output_start .. output_end - 1; the answer is the first `limit` - output_start of
@@ -63,27 +63,27 @@ class Admit(Message):
     steps_in_block: int = 0
 
 
-class SetThreshold(Message):
+class SetThreshold(Message, frozen=True):
     """Takes effect at the request's next step; a request that is gone is ignored."""
 
     request: int
     threshold: float
 
 
-class SetRefresh(Message):
+class SetRefresh(Message, frozen=True):
     """`refresh_blocks` from the request's next block start on; a request that is gone is ignored."""
 
     request: int
     refresh_blocks: int
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """Give the request back at its next block start (where its cache would be rebuilt anyhow)."""
 
     request: int
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Drop the request before the next step and free its pages."""
 
     request: int
@@ -106,7 +106,7 @@ class RequestStep(msgspec.Struct, array_like=True, frozen=True):
     top: list[list[tuple[int, float]]] | None = None  # per position: (token, log probability), best first
 
 
-class StepReport(Message):
+class StepReport(Message, frozen=True):
     """One denoising step of one instance."""
 
     instance: str
@@ -130,7 +130,7 @@ class ModelSpec(msgspec.Struct, array_like=True, frozen=True):
     eos_ids: list[int]
 
 
-class Form(Message):
+class Form(Message, frozen=True):
     """Make an instance of running ranks; sent to each of its ranks."""
 
     instance: str
@@ -146,7 +146,7 @@ class Form(Message):
     collective_timeout_s: float
 
 
-class Formed(Message):
+class Formed(Message, frozen=True):
     """One rank of the instance is ready to serve."""
 
     instance: str
@@ -156,25 +156,25 @@ class Formed(Message):
     details: str  # for the log: kernel, attention, dtype
 
 
-class FormFailed(Message):
+class FormFailed(Message, frozen=True):
     instance: str
     tp_rank: int
     error: str
 
 
-class Dissolve(Message):
+class Dissolve(Message, frozen=True):
     """To the leader; it tells its followers. Residents are gone with it: the head holds their canvases."""
 
     instance: str
 
 
-class Dissolved(Message):
+class Dissolved(Message, frozen=True):
     instance: str
     tp_rank: int
     error: str = ""  # why, where the instance broke instead of being asked to dissolve
 
 
-class RankHello(Message):
+class RankHello(Message, frozen=True):
     """A rank process is up and belongs to no instance."""
 
     version: int
@@ -186,21 +186,21 @@ class RankHello(Message):
     plan_endpoint: str
 
 
-class RankExited(Message):
+class RankExited(Message, frozen=True):
     node: str
     device: int
     generation: int
     reason: str
 
 
-class AgentHello(Message):
+class AgentHello(Message, frozen=True):
     version: int
     node: str
     num_devices: int
     pid: int
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """From a rank (device >= 0) or an agent (device -1); the head answers agents with the same."""
 
     node: str
@@ -208,11 +208,11 @@ class Heartbeat(Message):
     generation: int
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     pass
 
 
-class RestartRank(Message):
+class RestartRank(Message, frozen=True):
     """To an agent: kill this rank's process (it is silent or stuck) and start another for its device."""
 
     node: str
@@ -220,13 +220,13 @@ class RestartRank(Message):
     generation: int
 
 
-class RunStep(Message):
+class RunStep(Message, frozen=True):
     """Leader to followers: apply these commands, then run one step. All ranks hold the same state."""
 
     commands: list[Command]
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     """Leader to followers: the instance is dissolved."""
 
 

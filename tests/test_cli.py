@@ -157,10 +157,10 @@ def test_log_lines_for_people_and_for_machines() -> None:
 
 
 def test_generate_prints_the_answer_and_what_it_took(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "Sort these numbers, smallest first: 14, 3, 8", "--seed", "1"]) == 0
+    assert main(["generate", "Write as a JSON list: Anna Oslo baker", "--seed", "1"]) == 0
     out, err = capfd.readouterr()
-    assert out == "3, 8, 14\n"
-    assert re.match(r"\d+ steps, [\d.]+ tokens/step, 8 tokens in the answer", err.splitlines()[-1])
+    assert out == '["Anna", "Oslo", "baker"]\n'
+    assert re.match(r"\d+ steps, [\d.]+ tokens/step, 11 tokens in the answer", err.splitlines()[-1])
 
 
 def test_the_canvas_view_shows_masks_tokens_and_ends() -> None:

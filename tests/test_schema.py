@@ -13,7 +13,7 @@ from dlmserve.server.schema import Endpoint, Request, decode_json, parse_request
 from dlmserve.server.specs import Run, encode_request, plan_runs
 from dlmserve.tokenizer import Tokenizer
 
-INFO = read_model_info(resolve("tiny"), "tiny")  # context 512, block length 32, 64 tokens by default
+INFO = read_model_info(resolve("tiny"), "tiny")  # context 512, block length 32, 128 tokens by default
 TOKENIZER = Tokenizer(INFO.path)
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"prompt": "hi"}
@@ -234,7 +234,7 @@ def layout(run: Run) -> tuple[int, int, int, int]:
         ({"max_tokens": 33}, 64, 33),
         ({"max_tokens": 1}, 32, 1),
         ({"max_tokens": 5, "block_length": 4}, 8, 5),
-        ({}, 64, 64),
+        ({}, 128, 128),
     ],
 )
 def test_the_masks_are_whole_blocks_and_the_answer_is_what_was_asked(

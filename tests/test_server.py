@@ -18,7 +18,7 @@ from tests.server_process import Server, eventually, gather
 
 TOKENIZER = Tokenizer(resolve("tiny"))
 MASK = read_model_info(resolve("tiny")).mask_id
-SORT = [{"role": "user", "content": "Sort these numbers, smallest first: 61, 14, 3, 82, 8"}]
+REVERSE = [{"role": "user", "content": "Reverse the order of the words: moon river gold"}]
 PROMPT = "2+3=5, 4+4="
 FREE = {"ignore_eos": True}  # the answer has exactly max_tokens tokens
 
@@ -38,7 +38,7 @@ def tp2_server() -> Iterator[Server]:
 
 
 def chat(server: Server, **fields: Any) -> Any:
-    return server.client.chat.completions.create(**{"model": "tiny", "messages": SORT, **fields})
+    return server.client.chat.completions.create(**{"model": "tiny", "messages": REVERSE, **fields})
 
 
 def complete(server: Server, **fields: Any) -> Any:
@@ -69,7 +69,7 @@ def test_the_curl_line_of_the_start_up_works(server: Server) -> None:
 
 
 def test_the_model_answers_right(server: Server) -> None:
-    assert text_of(chat(server)) == "3, 8, 14, 61, 82"
+    assert text_of(chat(server)) == "gold river moon"
 
 
 # ---- lengths
@@ -124,12 +124,12 @@ def test_an_empty_prompt_generates_from_the_start_token(server: Server) -> None:
 
 
 def test_what_clients_send_is_honoured(server: Server) -> None:
-    parts = [{"type": "text", "text": SORT[0]["content"]}]
+    parts = [{"type": "text", "text": REVERSE[0]["content"]}]
     answer = chat(
         server, messages=[{"role": "user", "content": parts}], n=1, top_p=0.9, user="me", stop=["zzz"],
         seed=1, max_completion_tokens=32, presence_penalty=0, logit_bias={},
     )  # fmt: skip
-    assert text_of(answer) == "3, 8, 14, 61, 82"
+    assert text_of(answer) == "gold river moon"
     assert chat(server, messages=[{"role": "system", "content": "hi"}]).choices[0].message.role == "assistant"
     chunks = list(chat(server, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 0
@@ -332,7 +332,7 @@ def test_clients_that_leave_free_their_pages_and_stop_their_steps(server: Server
         eventually(lambda gauge=gauge: server.metric(gauge) == 0, f"{gauge} is 0")
     assert server.metric("requests_total") == before + 100
     num_steps = server.metric("steps_total")
-    assert text_of(chat(server)) == "3, 8, 14, 61, 82"
+    assert text_of(chat(server)) == "gold river moon"
     assert server.metric("steps_total") < num_steps + 20
 
 

@@ -150,7 +150,7 @@ def _describe(config: ServerConfig, info: ModelInfo) -> None:
 
 def _invite(url: str, config: ServerConfig, tokenizer: Tokenizer) -> None:
     """The last lines of the start-up: the address, and a request to try."""
-    question = "Sort these numbers, smallest first: 14, 3, 8"
+    question = "Write as a JSON list: Anna Oslo baker"
     path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": question}]}
     try:
         tokenizer.encode_chat(body["messages"])

@@ -1,15 +1,14 @@
 """Matrix products of a rank's weight slices. Knows nothing of models or of tensor parallelism.
 
-On CPUs float32 weights are kept in oneDNN's packed layout: 1.5 to 3 times the speed of the plain product on
-processors for which MKL is not tuned, and nothing lost elsewhere. Below `PACK_MIN` weights the call's own cost
-wins and the plain product is used. `bench/kernels.py` measures both.
+On CPUs large float32 weights are kept in oneDNN's packed layout: 1.3 to 1.7 times the speed of the plain product on
+a processor for which MKL is not tuned (`bench/kernels.py` measures both). Below `PACK_MIN` weights it may lose.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACK_MIN = 1 << 18
+PACK_MIN = 1 << 19
 # The hint oneDNN wants of the rows per call; the layout it picks serves any number of rows.
 _ROWS_HINT = 32
 

@@ -74,27 +74,31 @@ def load_model(folder: Path) -> LLaDA:
     return model.eval()
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def print_row(*cells: object) -> None:
+    """One row of a Markdown table; at once, as the measurement takes minutes."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def row_of(threshold: float, result: Result) -> list[str]:
-    p10, p50, p90 = (f"{value:.0f}" for value in np.percentile(result.num_steps, [10, 50, 90]))
-    steps = [f"{np.mean(result.num_steps):.1f}", p10, p50, p90, str(max(result.num_steps))]
-    return [str(threshold), f"{result.accuracy:.3f}", *steps]
-
-
-def print_tables(how: Decoding, results: dict[float, Result]) -> None:
-    """Prints accuracy and steps per threshold, then accuracy per task and threshold."""
+def print_tables(
+    model: LLaDA, tokenizer: Tokenizer, how: Decoding, thresholds: list[float], num_problems: int, seed: int
+) -> None:
+    """Measures and prints accuracy and steps per threshold, then accuracy per task and threshold."""
     cache = "dual cache" if how.dual_cache else "no cache"
     print(f"\n{cache}, {how.gen_length} tokens, block length {how.block_length}\n")
-    header = ["threshold", "accuracy", "steps mean", "p10", "p50", "p90", "max"]
-    print(table(header, [row_of(threshold, result) for threshold, result in results.items()]) + "\n")
-    by_task = [result.accuracy_by_task() for result in results.values()]
-    rows = [[task, *(f"{shares[task]:.2f}" for shares in by_task)] for task in by_task[0]]
-    print(table(["task", *map(str, results)], rows), flush=True)
+    print_row("threshold", "accuracy", "steps mean", "p10", "p50", "p90", "max")
+    print_row(*["---"] * 7)
+    by_task = []
+    for threshold in thresholds:
+        result = measure(model, tokenizer, replace(how, threshold=threshold), num_problems, seed)
+        steps = result.num_steps
+        percentiles = (f"{value:.0f}" for value in np.percentile(steps, [10, 50, 90]))
+        print_row(threshold, f"{result.accuracy:.3f}", f"{np.mean(steps):.1f}", *percentiles, max(steps))
+        by_task.append(result.accuracy_by_task())
+    print()
+    print_row("task", *thresholds)
+    print_row(*["---"] * (1 + len(thresholds)))
+    for task in by_task[0]:
+        print_row(task, *(f"{shares[task]:.2f}" for shares in by_task))
 
 
 def main() -> None:
@@ -110,11 +114,7 @@ def main() -> None:
     model, tokenizer = load_model(args.model), load_tokenizer(args.model)
     for cache in args.caches:
         how = Decoding(gen_length=args.gen_length, dual_cache=cache == "dual")
-        results = {
-            threshold: measure(model, tokenizer, replace(how, threshold=threshold), args.n, args.seed)
-            for threshold in args.thresholds
-        }
-        print_tables(how, results)
+        print_tables(model, tokenizer, how, args.thresholds, args.n, args.seed)
 
 
 if __name__ == "__main__":
