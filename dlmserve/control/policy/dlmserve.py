@@ -1,4 +1,4 @@
-"""The default policy: everything that goes beyond the TeDiServe paper, each part with a switch.
+"""Our own policy: everything that goes beyond the TeDiServe paper, each part with a switch.
 
 * `instance_seconds`: load control counts the time that work takes instances, not its tokens.
 * `levels`: everybody's threshold falls together, and only as far as each deadline needs.
