@@ -104,8 +104,8 @@ def print_tables(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Accuracy and steps as Markdown tables.")
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--n", type=int, default=600, help="problems, the tasks in turn")
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--n", type=int, default=660, help="problems, the tasks in turn")
+    parser.add_argument("--seed", type=int, default=9)
     parser.add_argument("--gen-length", type=int, default=128)
     parser.add_argument("--thresholds", type=float, nargs="+", default=THRESHOLDS)
     parser.add_argument("--caches", choices=["none", "dual"], nargs="+", default=["none", "dual"])
