@@ -4,6 +4,7 @@ Algorithm 1 for the residents of an instance whose members or predictions have c
 Algorithm 1 for everybody, when the load has changed and the last time is CONTROL_S ago.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ from dlmserve.control.policy.view import Decision, Move, View
 CONTROL_S = 0.1
 
 
-class SloPolicy(Policy):
+class SloPolicy(Policy, ABC):
     """Subclasses say what work is (`outlook`), who may use how much (`caps`) and who moves (`moves`)."""
 
     known_options = {
@@ -37,9 +38,9 @@ class SloPolicy(Policy):
     def outlook(self, view: View, rows: Rows) -> Outlook:
         return Outlook(view, rows)
 
+    @abstractmethod
     def caps(self, now: float, view: View) -> np.ndarray:
         """The highest threshold each request may use, int [n], for all rows."""
-        raise NotImplementedError
 
     def moves(self, now: float, view: View) -> Sequence[Move]:
         return ()
