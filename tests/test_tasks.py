@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench import tasks
 from examples.train_tiny import tokenizer as tiny_tokenizer
 from examples.train_tiny.batches import RESPONSE_LENGTHS, batches_of_step, mask_response
-from examples.train_tiny.decode import Decoding, generate
+from examples.train_tiny.decode import Decoding, generate, unmask
 from examples.train_tiny.model import LLaDA, make_config
 from examples.train_tiny.tokenizer import BOS_ID, EOS_ID, MASK_ID
 from examples.train_tiny.train import SHIPPED, Trainer
@@ -157,3 +157,10 @@ def test_decoding_fills_every_position(threshold: float, dual_cache: bool) -> No
     assert all(len(row) == 16 and MASK_ID not in row for row in ids)
     wanted = 2 if threshold == 0.0 else 16 if threshold == 1.0 else None
     assert wanted is None or num_steps == [wanted, wanted]
+
+
+def test_decoding_ends_where_the_model_prefers_the_mask_token() -> None:
+    block = torch.full((2, 4), MASK_ID)
+    logits = torch.zeros(2, 4, 16)
+    logits[..., MASK_ID], logits[..., 7] = 20.0, 5.0
+    assert unmask(block, logits, threshold=0.9).tolist() == [[7, 7, 7, 7]] * 2

@@ -38,7 +38,9 @@ def left_pad(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 def unmask(block: Tensor, logits: Tensor, threshold: float) -> Tensor:
     """One step over a block [rows, block_length]: what reaches the threshold, or the best guess."""
-    confidence, guess = logits.float().softmax(-1).max(-1)
+    # An untrained model may prefer the mask token: put back each time, it would keep the block from ever ending.
+    logits = logits.float().index_fill(-1, torch.tensor([MASK_ID]), float("-inf"))
+    confidence, guess = logits.softmax(-1).max(-1)
     masked = block == MASK_ID
     confidence = confidence.masked_fill(~masked, -1.0)
     chosen = confidence >= threshold
