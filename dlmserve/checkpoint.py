@@ -40,6 +40,14 @@ class ModelInfo:
     num_heads: int
     generation: dict = field(default_factory=dict)  # generation_config.json: gen_length, block_length, ...
 
+    @property
+    def default_gen_length(self) -> int:
+        return self.generation.get("gen_length") or 128
+
+    @property
+    def default_block_length(self) -> int:
+        return self.generation.get("block_length") or 32
+
 
 def resolve(model: str) -> str:
     """The local folder of an alias, a folder or a Hub id; the last is downloaded (with a progress bar).

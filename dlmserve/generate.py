@@ -99,7 +99,7 @@ def _decode(llm: LLM, prompt: list[int], params: DecodingParams) -> Completion:
     console = Console(stderr=True)
     if not console.is_terminal or llm.tokenizer is None:
         return llm.generate([prompt], params)[0]
-    num_positions = params.gen_length or llm.info.generation.get("gen_length", 128)
+    num_positions = params.gen_length or llm.info.default_gen_length
     view = CanvasView(llm.tokenizer, llm.info.eos_ids, len(prompt), num_positions)
     with Live(view.render(), console=console, auto_refresh=False) as live:
 

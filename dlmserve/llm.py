@@ -207,9 +207,8 @@ def make_decoding(
     """The wire form of `params`, and the output length. Raises RequestError naming the parameter."""
     from dlmserve.config import parse_refresh
 
-    defaults = info.generation
-    gen_length = params.gen_length if params.gen_length is not None else defaults.get("gen_length", 128)
-    block = params.block_length if params.block_length is not None else defaults.get("block_length", 32)
+    gen_length = params.gen_length if params.gen_length is not None else info.default_gen_length
+    block = params.block_length if params.block_length is not None else info.default_block_length
     if gen_length < 1 or block < 1:
         raise RequestError(
             f"gen_length is {gen_length} and block_length {block}; wanted at least 1", "gen_length"
@@ -219,7 +218,7 @@ def make_decoding(
     if len(rules) > 1:
         raise RequestError(f"{' and '.join(rules)} are given; wanted at most one of them", rules[1])
     rule: RuleName = rules[0] if rules else "threshold"
-    value = given[rule] if rules else defaults.get("threshold", 0.9)
+    value = given[rule] if rules else info.generation.get("threshold", 0.9)
     if rule == "steps":
         num_blocks = -(-gen_length // block)
         if value < num_blocks or value % num_blocks:

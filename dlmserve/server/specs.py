@@ -15,8 +15,6 @@ from dlmserve.messages import Decoding, RuleName
 from dlmserve.server.schema import Prompt, Request
 from dlmserve.tokenizer import Tokenizer
 
-DEFAULT_BLOCK_LENGTH = 32
-DEFAULT_MAX_TOKENS = 128
 MAX_RUNS = 128  # prompts * n
 MOST_CHARS_PER_TOKEN = 128  # the longest tokens of any vocabulary are runs of so many spaces
 
@@ -159,7 +157,7 @@ def context_length(info: ModelInfo, config: ServerConfig) -> int:
 
 
 def default_block_length(info: ModelInfo, config: ServerConfig) -> int:
-    return config.block_length or info.generation.get("block_length") or DEFAULT_BLOCK_LENGTH
+    return config.block_length or info.default_block_length
 
 
 def _lengths(
@@ -180,8 +178,7 @@ def _lengths(
     unit = 1 if num_suffix else block_length
     num_tokens = request.max_tokens
     if num_tokens is None:
-        default = info.generation.get("gen_length") or DEFAULT_MAX_TOKENS
-        num_tokens = max(1, min(default, room // unit * unit))
+        num_tokens = max(1, min(info.default_gen_length, room // unit * unit))
     num_masks = -(-num_tokens // unit) * unit
     if num_masks > room:
         rounded = f" ({num_tokens} rounded up to blocks of {block_length})" if num_masks != num_tokens else ""

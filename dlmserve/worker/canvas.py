@@ -47,7 +47,7 @@ class Resident:
         self._eos_ids = frozenset() if admit.decoding.ignore_eos else eos_ids
         self._prefix_end = admit.output_start  # no mask before it
         self._cache_is_whole = False  # the cache holds the whole canvas, from some earlier block on
-        self.needs_recompute = True
+        self.needs_recompute = True  # at a block's start: it could leave at no cost
         self._block_start = admit.output_start
         self._move_to_masked_block()
         if self._block_start >= self._output_end:
@@ -57,11 +57,6 @@ class Resident:
     def block(self) -> int:
         """Index of the current block, counted from the first output position."""
         return (self._block_start - self._output_start) // self.decoding.block_length
-
-    @property
-    def at_block_start(self) -> bool:
-        """Its cache would be rebuilt by the next step anyhow: it can leave at no cost."""
-        return self.needs_recompute
 
     @property
     def steps_quota(self) -> int:

@@ -17,7 +17,6 @@ class Linear:
     """y = x W' + b for x [T, K], W [N, K], b [N] or None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
         self._bias = bias
         self._packed = None
         self._weight: Tensor | None = weight.contiguous()

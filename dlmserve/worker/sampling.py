@@ -99,10 +99,8 @@ class Sampler:
         if self._group.size == 1:
             return local, {}
         parts = [_unpack(part) for part in self._group.all_gather(_pack(score, local))]
-        best = torch.stack([score for score, _ in parts]).argmax(0, keepdim=True)
-        logit = torch.stack([rows.logit for _, rows in parts]).gather(0, best)[0]
-        token = torch.stack([rows.token for _, rows in parts]).gather(0, best)[0]
-        return Rows(logit, token, torch.stack([rows.lse for _, rows in parts]).logsumexp(0)), {}
+        scores, rows = zip(*parts, strict=True)
+        return kernels.combine(rows, scores), {}
 
     def _draw_distribution(self, hidden: Tensor, groups: list[RowGroup]) -> tuple[Rows, dict]:
         """Rows of the whole vocabulary on every rank: each filters and draws the same."""

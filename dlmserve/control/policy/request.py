@@ -100,7 +100,6 @@ class RequestState:
     threshold_cap: float | None = None
     instance: str | None = None
     moving_to: str | None = None
-    moved_at: float = float("-inf")
     instances: list[str] = field(default_factory=list)
     block: int = 0  # the one its next step works on
     num_unmasked_in_block: int = 0

@@ -152,7 +152,7 @@ class Steering:
         for number, target in decision.moves:
             request = self._requests[number]
             if request.instance and request.moving_to is None:
-                request.moving_to, request.moved_at = target, now
+                request.moving_to = target
                 slot = self.view.cluster.instances[target].slot.index
                 self.view.work.set(number, "going_to", slot)
                 self.view.work.set(number, "moved_at", now)
