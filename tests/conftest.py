@@ -8,6 +8,7 @@ import torch
 
 from dlmserve import LLM
 from tests import golden_data
+from tests.kernel_backends import backend as backend
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 

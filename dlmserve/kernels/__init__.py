@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dlmserve.kernels import reference, tiled
+from dlmserve.kernels import reference, step, tiled
 from dlmserve.kernels.reference import ALL, FACTOR, QUOTA, THRESHOLD, Rows, combine, confidence
+from dlmserve.kernels.step import StepOutcome, pack, unpack
 
 try:
     from dlmserve.kernels import native
@@ -19,8 +20,8 @@ except ImportError as error:
     native, _missing = None, str(error)
 
 __all__ = [
-    "ALL", "FACTOR", "QUOTA", "THRESHOLD", "Rows", "backend_name", "combine", "confidence", "head_rows",
-    "logit_rows", "sample_rows", "select",
+    "ALL", "FACTOR", "QUOTA", "THRESHOLD", "Rows", "StepOutcome", "backend_name", "combine", "confidence",
+    "head_rows", "logit_rows", "pack", "sample_rows", "select", "unmask_step", "unpack",
 ]  # fmt: skip
 
 
@@ -102,6 +103,32 @@ def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> 
     _expect("rule", rule, (torch.int64,), 1, num_requests)
     _expect("value", value, (torch.float64,), 1, num_requests)
     return _backend(confidence).select(confidence, offsets, rule, value)
+
+
+def unmask_step(
+    parts: Tensor, offsets: Tensor, rule: Tensor, value: Tensor, position: Tensor, canvas: Tensor
+) -> StepOutcome:
+    """Everything between the ranks' exchange and the next step, for the whole batch; on a GPU in one launch.
+
+    parts f32 [tp, 4, M]: what `pack` made on each rank, in the order of the vocabulary. offsets, rule and value
+    as for `select`. Row m decides the token of canvas[position[m]] (i64 [M] into the flat i64 canvas), and
+    writes it there if the rule says so and it has one. The last two of the outcome's fields follow from that:
+    num_left and statistics, per request.
+
+    Waits for nothing on a GPU, so offsets and rule are not checked there: a request whose own make no sense
+    is left alone, and its num_left is -1. Elsewhere raises ValueError, like `select`.
+    """
+    _expect("parts", parts, (torch.float32,), 3, len(position))
+    if parts.shape[1] != step.NUM_PLANES:
+        raise ValueError(
+            f"parts has shape {tuple(parts.shape)}; wanted [tp, {step.NUM_PLANES}, M]: use pack()"
+        )
+    _expect("offsets", offsets, (torch.int64,), 1, rule.numel() + 1)
+    _expect("rule", rule, (torch.int64,), 1)
+    _expect("value", value, (torch.float64,), 1, rule.numel())
+    _expect("position", position, (torch.int64,), 1)
+    _expect("canvas", canvas, (torch.int64,), 1)
+    return step.unmask_step(parts, offsets, rule, value, position, canvas, _backend(parts).select)
 
 
 def _backend(tensor: Tensor):

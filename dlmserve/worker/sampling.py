@@ -87,7 +87,7 @@ class Sampler:
         if self._group.size == 1:
             return local
         return kernels.combine(
-            [_unpack(part)[1] for part in self._group.all_gather(_pack(local.logit, local))]
+            [kernels.unpack(part)[1] for part in self._group.all_gather(kernels.pack(local))]
         )
 
     def _draw_greedy(self, hidden: Tensor, groups: list[RowGroup]) -> tuple[Rows, dict]:
@@ -98,7 +98,7 @@ class Sampler:
         score, local = kernels.sample_rows(logits, *_noise_keys(groups), self._offset, self._banned)
         if self._group.size == 1:
             return local, {}
-        parts = [_unpack(part) for part in self._group.all_gather(_pack(score, local))]
+        parts = [kernels.unpack(part) for part in self._group.all_gather(kernels.pack(local, score))]
         scores, rows = zip(*parts, strict=True)
         return kernels.combine(rows, scores), {}
 
@@ -135,15 +135,6 @@ class Sampler:
             return local
         padded = F.pad(local, (0, self._full_rows - local.shape[1]), value=-torch.inf)
         return torch.cat(list(self._group.all_gather(padded)), 1)[:, : self._model.config.vocab_size]
-
-
-def _pack(score: Tensor, rows: Rows) -> Tensor:
-    """[4, M] float32 for the exchange; token ids below 2^24 are exact in float32."""
-    return torch.stack((score, rows.logit, rows.lse, rows.token.float()))
-
-
-def _unpack(part: Tensor) -> tuple[Tensor, Rows]:
-    return part[0], Rows(part[1], part[3].long(), part[2])
 
 
 def _noise_keys(groups: list[RowGroup]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
