@@ -41,6 +41,7 @@ class ServerConfig:
     drain_s: float = 30.0
     heartbeat_timeout_s: float = 10.0
     collective_timeout_s: float = 60.0
+    step_timeout_s: float = 30.0
     log_format: str = "text"
     run_dir: str | None = field(default=None, repr=False)  # ipc sockets; None: a fresh temporary folder
 

@@ -128,6 +128,13 @@ FLAGS = [
     _flag(
         "operation", "collective_timeout_s", "S", "time after which a collective counts as hung", **_NUMBER
     ),
+    _flag(
+        "operation",
+        "step_timeout_s",
+        "S",
+        "time without a step after which a busy instance counts as hung, if its steps cannot be longer",
+        **_NUMBER,
+    ),
     _flag("operation", "run_dir", "FOLDER", "where the processes' sockets are (default: a fresh one)"),
 ]
 _DEFAULTS = {each.name: None if each.default is MISSING else each.default for each in fields(ServerConfig)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeGuard
 
 from dlmserve.checkpoint import ModelInfo, read_model_info, resolve
-from dlmserve.errors import CheckpointError, ContextTooLong, NotFinite, RequestError
+from dlmserve.errors import CheckpointError, ContextTooLong, RequestError
 from dlmserve.messages import Admit, CacheMode, Decoding, Form, ModelSpec, RequestStep, RuleName
 from dlmserve.tokenizer import Tokenizer
 
@@ -118,7 +118,8 @@ class LLM:
                 running += 1
             result = self._instance.step()
             if result.failed:
-                raise NotFinite(f"prompt {result.failed[0][0]}: {result.failed[0][1]}")
+                failure = result.failed[0]
+                raise type(failure.error)(f"prompt {failure.request}: {failure.message}")
             for step in result.requests:
                 outs[step.request].steps.append(_as_step(step))
                 _fill(admits[step.request].canvas, step)

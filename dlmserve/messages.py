@@ -14,9 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from dlmserve.errors import ProtocolError
+from dlmserve.errors import DlmServeError, NotFinite, OutOfPages, ProtocolError, WorkerError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 CacheMode = Literal["none", "prefix", "dual"]
 RuleName = Literal["threshold", "factor", "steps"]
@@ -106,6 +106,24 @@ class RequestStep(msgspec.Struct, array_like=True, frozen=True):
     top: list[list[tuple[int, float]]] | None = None  # per position: (token, log probability), best first
 
 
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why an instance has given a request up; all others go on.
+
+    "not_finite": its logits are NaN or infinite; "no_pages": the KV pages could not hold it when it was
+    admitted; "refused": it could not be admitted for another reason.
+    """
+
+    request: int
+    kind: Literal["not_finite", "no_pages", "refused"]
+    message: str
+
+    @property
+    def error(self) -> DlmServeError:
+        """What the client is to be told."""
+        kinds = {"not_finite": NotFinite, "no_pages": OutOfPages, "refused": WorkerError}
+        return kinds[self.kind](self.message)
+
+
 class StepReport(Message, frozen=True):
     """One denoising step of one instance."""
 
@@ -117,7 +135,7 @@ class StepReport(Message, frozen=True):
     num_pages_in_use: int
     requests: list[RequestStep]
     released: list[int]
-    failed: list[tuple[int, str]]  # requests whose logits are not finite, or that could not be admitted
+    failed: list[Failure]
 
 
 class ModelSpec(msgspec.Struct, array_like=True, frozen=True):
@@ -154,6 +172,7 @@ class Formed(Message, frozen=True):
     num_pages: int
     load_s: float
     details: str  # for the log: kernel, attention, dtype
+    token_s: float  # of the warm-up step, per packed token: larger steps take less
 
 
 class FormFailed(Message, frozen=True):

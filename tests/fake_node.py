@@ -14,6 +14,7 @@ from dlmserve.messages import (
     Cancel,
     Dissolve,
     Dissolved,
+    Failure,
     Form,
     Formed,
     FormFailed,
@@ -48,7 +49,7 @@ class FakeRank:
                 self.form = message
                 broken = message.model.path == "broken"
                 failed = FormFailed(instance, tp_rank, "broken: no weights there")
-                self.dealer.send(failed if broken else Formed(instance, tp_rank, NUM_PAGES, 0.0, "fake"))
+                self.dealer.send(failed if broken else Formed(instance, tp_rank, NUM_PAGES, 0.0, "fake", 0.0))
             case Dissolve(instance) if self.form and self.form.instance == instance:
                 self.dealer.send(Dissolved(instance, self.form.tp_rank))
                 self.residents.clear()
@@ -64,8 +65,9 @@ class FakeRank:
         if not self.residents or self.form is None:
             return
         self.seq += 1
-        failed = [(number, "NaN") for number, admit in self.residents.items() if admit.canvas[0] == NAN]
-        for number, _ in failed:
+        broken = [number for number, admit in self.residents.items() if admit.canvas[0] == NAN]
+        failed = [Failure(number, "not_finite", "NaN") for number in broken]
+        for number in broken:
             del self.residents[number]
         steps = [self._unmask(admit) for admit in list(self.residents.values())]
         report = StepReport(self.form.instance, self.seq, 0.001, 0.0, len(steps), 0, steps, [], failed)

@@ -10,6 +10,7 @@ from dlmserve.messages import (
     Admit,
     Cancel,
     Decoding,
+    Failure,
     Form,
     ModelSpec,
     Release,
@@ -120,8 +121,9 @@ def test_an_admission_beyond_the_pages_fails_alone(make_engine: Callable[..., En
     engine.apply(admit(0, PROMPTS[0]))
     engine.apply(admit(1, PROMPTS[1]))
     result = engine.step()
-    assert [request for request, _ in result.failed] == [1]
-    assert "needs 5 KV pages but 1 of 4 are free" in result.failed[0][1]
+    [failure] = result.failed
+    assert (failure.request, failure.kind) == (1, "no_pages")
+    assert "needs 5 KV pages but 1 of 4 are free" in failure.message
     assert [s.request for s in result.requests] == [0]
 
 
@@ -239,8 +241,8 @@ def test_not_finite_logits_end_one_request_and_no_other(make_engine: Callable[..
     engine.apply(admit(0, [1, 66, 2]))
     engine.apply(healthy)
     results = run(engine)
-    assert [request for result in results for request, _ in result.failed] == [0]
-    assert "not finite" in results[0].failed[0][1]
+    [failure] = [failure for result in results for failure in result.failed]
+    assert (failure.request, failure.kind) == (0, "not_finite")
     assert tokens_of(results, 1) == solo(make_engine, healthy)
 
 
@@ -261,7 +263,8 @@ def test_a_model_that_predicts_the_mask_token_still_ends(make_engine: Callable[.
 def test_a_canvas_without_masks_is_refused(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     engine.apply(Admit(0, [1, 2, 3], 1, 3, 3, Decoding()))
-    assert engine.step().failed == [(0, "request 0 has no masked position left; wanted at least one")]
+    message = "request 0 has no masked position left; wanted at least one"
+    assert engine.step().failed == [Failure(0, "refused", message)]
     assert not engine.has_work()
 
 

@@ -5,7 +5,7 @@ import gzip
 
 import pytest
 
-from dlmserve.errors import QueueFull, Unavailable
+from dlmserve.errors import OutOfPages, QueueFull, Unavailable
 from dlmserve.server.app import MAX_BODY_BYTES
 from tests.fake_head import FakeHead, scripted
 from tests.http_client import CHAT, HELLO, HI, TEXT, TOKENIZER, Client, connect, run, until
@@ -132,7 +132,11 @@ def test_errors_have_openais_shape() -> None:
 
 @pytest.mark.parametrize(
     ("error", "status", "code"),
-    [(QueueFull("full", 7), 429, "queue_full"), (Unavailable("draining"), 503, "unavailable")],
+    [
+        (QueueFull("full", 7), 429, "queue_full"),
+        (Unavailable("draining"), 503, "unavailable"),
+        (OutOfPages("no pages"), 503, "unavailable"),
+    ],
 )
 def test_what_the_head_refuses(error: Exception, status: int, code: str) -> None:
     head = FakeHead(scripted(HELLO))

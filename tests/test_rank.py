@@ -251,9 +251,9 @@ def test_an_admission_that_cannot_be_is_reported_and_harms_nobody(instance):
     full = replace(admit(1, num_blocks=1), canvas=PROMPT * 2)
     instance.tell(full, admit(2, num_blocks=1, threshold=ALL_AT_ONCE))
     reports = instance.reports_until(finishes(2))
-    ((request, why),) = [failure for report in reports for failure in report.failed]
-    assert request == 1
-    assert "no masked position" in why
+    [failure] = [failure for report in reports for failure in report.failed]
+    assert (failure.request, failure.kind) == (1, "refused")
+    assert "no masked position" in failure.message
 
 
 def test_messages_for_an_instance_that_is_gone_are_ignored(head, crew):

@@ -3,8 +3,8 @@
 import pytest
 
 from dlmserve.control.policy.events import Cancelled, Deliver, Drop, Finish, FormInstance, Send
-from dlmserve.errors import ContextTooLong, NotFinite, QueueFull
-from dlmserve.messages import Cancel, Decoding
+from dlmserve.errors import ContextTooLong, NotFinite, OutOfPages, QueueFull, WorkerError
+from dlmserve.messages import Cancel, Decoding, Failure
 from tests.story import (
     BLOCK,
     MASK,
@@ -205,10 +205,21 @@ def test_a_request_whose_logits_are_not_finite_fails_alone() -> None:
     story.serve()
     story.arrive(0.0, 1)
     story.arrive(0.0, 2)
-    actions = story.report(0.1, "i0.1", 0, make_step(2, {4: 7}), failed=[(1, "NaN in the logits")])
+    failure = Failure(1, "not_finite", "NaN in the logits")
+    actions = story.report(0.1, "i0.1", 0, make_step(2, {4: 7}), failed=[failure])
     assert actions[0] == Deliver(2, make_update(1, {4: 7}), 0.1)
     assert isinstance(error_of(actions), NotFinite) and "NaN in the logits" in str(error_of(actions))
     assert story.scheduler.requests.keys() == {2}
+
+
+@pytest.mark.parametrize(("kind", "error"), [("no_pages", OutOfPages), ("refused", WorkerError)])
+def test_a_request_that_its_instance_refused_fails_with_the_reason(kind, error) -> None:
+    story = Story()
+    story.serve()
+    story.arrive(0.0, 1)
+    [fail] = story.report(0.1, "i0.1", 0, failed=[Failure(1, kind, "why")])
+    assert type(fail.error) is error and str(fail.error) == "why"
+    assert not story.scheduler.requests
 
 
 def test_a_released_request_is_placed_anew_before_newer_ones() -> None:

@@ -15,6 +15,7 @@ from dlmserve.control.policy.events import (
     Tick,
 )
 from dlmserve.errors import Unavailable, WorkerError
+from dlmserve.messages import Failure
 from tests.story import MASK, Story, admitted, error_of, make_admit, make_spec, make_step, make_update, rank
 
 
@@ -39,7 +40,12 @@ def test_an_instance_has_no_say_in_a_request_that_another_holds() -> None:
     story = Story(tp_layout=(1, 1))
     story.serve()
     assert admitted(story.arrive(0.0, 1)) == [("i0.1", 1)]
-    assert story.report(0.1, "i1.1", 0, make_step(1, {4: 7}), released=[1], failed=[(1, "NaN")]) == []
+    assert (
+        story.report(
+            0.1, "i1.1", 0, make_step(1, {4: 7}), released=[1], failed=[Failure(1, "not_finite", "NaN")]
+        )
+        == []
+    )
 
 
 def test_a_report_counts_once() -> None:

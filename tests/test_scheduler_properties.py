@@ -34,7 +34,7 @@ from dlmserve.control.policy.events import (
     Tick,
 )
 from dlmserve.control.policy.policies import POLICIES
-from dlmserve.messages import Admit, Cancel, Command, Decoding, Release, RequestStep
+from dlmserve.messages import Admit, Cancel, Command, Decoding, Failure, Release, RequestStep
 from tests.story import BLOCK, MASK, PAGE, Story, make_report, make_spec, make_step
 
 NUM_PAGES = 12
@@ -74,9 +74,9 @@ class ToyInstance:
         """Unmasks up to `num_unmasked` positions of each resident; `broken`: but the first one's are NaN."""
         self.obey()
         self.seq += 1
-        failed = [(number, "NaN") for number in list(self.residents)[:broken]]
+        failed = [Failure(number, "not_finite", "NaN") for number in list(self.residents)[:broken]]
         released = [n for n in self.residents if n in self.asked_back and self._at_block_start(n)]
-        for number in [*released, *(number for number, _ in failed)]:
+        for number in [*released, *(failure.request for failure in failed)]:
             self.residents.pop(number, None)
         steps = [self._step_of(admit, num_unmasked) for admit in list(self.residents.values())]
         self.asked_back.clear()

@@ -120,7 +120,7 @@ def outline(results: list) -> list[tuple]:
                 for s in sorted(result.requests, key=lambda step: step.request)
             ],
             result.released,
-            [request for request, _ in result.failed],
+            [failure.request for failure in result.failed],
         )
         for result in results
     ]
@@ -202,5 +202,5 @@ def test_an_admission_beyond_the_pages_fails_alone() -> None:
         engine.apply(as_simulated(admit(request)))
     assert engine.num_pages_in_use == 4
     engine.apply(Cancel(0))
-    assert [request for request, _ in engine.step().failed] == [1]
+    assert [failure.request for failure in engine.step().failed] == [1]
     assert not engine.has_work()

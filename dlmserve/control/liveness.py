@@ -1,36 +1,52 @@
 """Who has been silent for too long. Knows nothing of clocks (`now` is an argument) or of what follows."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Generic, TypeVar
 
-from dlmserve.control.policy.cluster import RankId
+from dlmserve.control.policy.cluster import Instance, RankId
 from dlmserve.messages import AgentHello, Heartbeat, RankHello, ToHead
 
 Peer = RankId | str  # a rank, or a node's agent by its node's name
+P = TypeVar("P")
+
+# A step over all residents may take this many times what the small warm-up step took per token: attention
+# grows faster than the tokens, and others may use the same cores.
+HANG_FACTOR = 4.0
 
 
-class Liveness:
-    """Last sign of life of each peer, in seconds of the caller's clock."""
+class Liveness(Generic[P]):
+    """Last sign of life of each P, in seconds of the caller's clock."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._seen_at: dict[Peer, float] = {}
+    def __init__(self) -> None:
+        self._heard_at: dict[P, float] = {}
 
-    def note(self, message: ToHead, now: float) -> None:
-        match message:
-            case Heartbeat(node, -1) | AgentHello(_, node):
-                self._seen_at[node] = now
-            case Heartbeat(node, device, generation) | RankHello(_, node, device, generation):
-                self._seen_at[RankId(node, device, generation)] = now
+    def hear(self, who: P, now: float) -> None:
+        self._heard_at[who] = now
 
-    def silent(self, expected: Iterable[Peer], now: float) -> list[tuple[Peer, float]]:
-        """Those of `expected` that are silent for longer than allowed, and for how long; forgets all others.
+    def silent(self, limits_s: Mapping[P, float], now: float) -> list[tuple[P, float]]:
+        """Those that are silent for longer than their limit, and for how long; forgets whoever has none.
 
-        A peer that is expected for the first time counts as heard just now.
+        Who has a limit for the first time counts as heard just now.
         """
-        self._seen_at = {peer: self._seen_at.get(peer, now) for peer in expected}
-        waits = [(peer, now - seen_at) for peer, seen_at in self._seen_at.items()]
-        return [(peer, silent_s) for peer, silent_s in waits if silent_s > self._timeout_s]
+        self._heard_at = {who: self._heard_at.get(who, now) for who in limits_s}
+        waits = [(who, now - heard_at) for who, heard_at in self._heard_at.items()]
+        return [(who, silent_s) for who, silent_s in waits if silent_s > limits_s[who]]
 
     def forgive(self, stalled_s: float) -> None:
-        """The listener itself stood still for so long: heartbeats wait unread, and nobody is to blame."""
-        self._seen_at = {peer: seen_at + stalled_s for peer, seen_at in self._seen_at.items()}
+        """The listener itself stood still for so long: what was said waits unread, nobody is to blame."""
+        self._heard_at = {who: heard_at + stalled_s for who, heard_at in self._heard_at.items()}
+
+
+def sender(message: ToHead) -> Peer | None:
+    """Who shows with this message that its process runs."""
+    match message:
+        case Heartbeat(node, -1) | AgentHello(_, node):
+            return node
+        case Heartbeat(node, device, generation) | RankHello(_, node, device, generation):
+            return RankId(node, device, generation)
+    return None
+
+
+def step_limit_s(instance: Instance, at_least_s: float) -> float:
+    """The longest step that is believable of its residents: longer without a report, and it hangs."""
+    return max(at_least_s, HANG_FACTOR * instance.token_s * instance.num_tokens)

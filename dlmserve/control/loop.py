@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dlmserve.checkpoint import ModelInfo
 from dlmserve.config import ServerConfig
-from dlmserve.control.liveness import Liveness
+from dlmserve.control.liveness import Liveness, Peer, sender, step_limit_s
 from dlmserve.control.metrics import Metrics
 from dlmserve.control.node import LocalAgent, find_device
 from dlmserve.control.observer import Observer
@@ -93,7 +93,8 @@ class Head:
         self._numbers = itertools.count(1)
         self._pending: deque[Action] = deque()  # decided, not yet performed
         self._performing = False
-        self._liveness = Liveness(config.heartbeat_timeout_s)
+        self._peers: Liveness[Peer] = Liveness()
+        self._steps: Liveness[str] = Liveness()  # of instances, by name
         self._ticked_at = 0.0
         self._idle = True  # nothing has happened since the last tick
         self._ready: asyncio.Future[None] | None = None  # None: not started
@@ -209,7 +210,9 @@ class Head:
             await asyncio.sleep(0)  # a message that is already there does not suspend: let others run
 
     def _on_message(self, identity: str, message: ToHead) -> None:
-        self._liveness.note(message, time.monotonic())
+        now = time.monotonic()
+        if peer := sender(message):
+            self._peers.hear(peer, now)
         match message:
             case RankHello() | AgentHello() if message.version != PROTOCOL_VERSION:
                 log.error(
@@ -222,6 +225,7 @@ class Head:
             case AgentHello(_, node) if node == LOCAL_NODE:
                 self._agent.greeted()
             case StepReport():
+                self._steps.hear(message.instance, now)
                 self._observer.on_report(message)
             case RankExited(node, device, generation, reason):
                 log.warning("rank %s:%d:%d ended: %s", node, device, generation, reason)
@@ -246,17 +250,20 @@ class Head:
         late_s = now - self._ticked_at - TICK_S
         self._ticked_at = now
         if late_s > TICK_S:
-            self._liveness.forgive(late_s)
+            self._peers.forgive(late_s)
+            self._steps.forgive(late_s)
         if self._idle:
             self._scheduler.check()
         self._lose_silent(now)
+        self._lose_hung(now)
         self._feed(Tick())
         self._idle = True
 
     def _lose_silent(self, now: float) -> None:
         cluster = self._scheduler.cluster
         ranks = [rank.id for rank in cluster.ranks.values() if rank.state != "down"]
-        for peer, silent_s in self._liveness.silent([*ranks, *cluster.nodes], now):
+        limits_s = dict.fromkeys([*ranks, *cluster.nodes], self._config.heartbeat_timeout_s)
+        for peer, silent_s in self._peers.silent(limits_s, now):
             reason = f"no heartbeat for {silent_s:.1f} s"
             if isinstance(peer, RankId):
                 self._feed(RankLost(peer, reason, exited=False))
@@ -264,6 +271,14 @@ class Head:
             self._feed(NodeLost(peer, reason))
             if peer == LOCAL_NODE:
                 self._agent.kill()
+
+    def _lose_hung(self, now: float) -> None:
+        """Heartbeats come from threads of their own: a rank may send them and hang inside a step."""
+        busy = [instance for instance in self._scheduler.cluster.serving() if instance.residents]
+        limits_s = {instance.name: step_limit_s(instance, self._config.step_timeout_s) for instance in busy}
+        for name, silent_s in self._steps.silent(limits_s, now):
+            for rank in self._scheduler.cluster.instances[name].ranks:  # nobody can say which one hangs
+                self._feed(RankLost(rank, f"no step for {silent_s:.1f} s", exited=False))
 
     def _on_agent_exit(self, reason: str, hopeless: bool) -> None:
         log.error("%s; starting it again", reason)

@@ -41,7 +41,7 @@ def to_event(message: ToHead) -> Event | None:
         case StepReport():
             return StepDone(message)
         case Formed(instance, tp_rank, num_pages):
-            return RankFormed(instance, tp_rank, num_pages)
+            return RankFormed(instance, tp_rank, num_pages, message.token_s)
         case FormFailed(instance, tp_rank, error) | Dissolved(instance, tp_rank, error):
             return RankLeft(instance, tp_rank, error)
         case RankHello():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from dlmserve.errors import DlmServeError, NotFinite, QueueFull, RequestError, Unavailable
+from dlmserve.errors import DlmServeError, NotFinite, OutOfPages, QueueFull, RequestError, Unavailable
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def describe(error: Exception) -> Failure:
         case QueueFull():
             headers = {"Retry-After": str(error.retry_after_s)}
             return Failure(429, str(error), "rate_limit_error", "queue_full", headers=headers)
-        case Unavailable():
+        case Unavailable() | OutOfPages():
             return Failure(503, str(error), "server_error", "unavailable", headers={"Retry-After": "5"})
         case NotFinite():
             return Failure(500, str(error), "server_error", "not_finite")

@@ -10,8 +10,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from dlmserve.errors import DlmServeError, OutOfPages
-from dlmserve.messages import Admit, Cancel, Command, Release, RequestStep, SetRefresh, SetThreshold
+from dlmserve.messages import Admit, Cancel, Command, Failure, Release, RequestStep, SetRefresh, SetThreshold
 
 Finished = Literal["", "stop", "length"]
 
@@ -37,7 +36,7 @@ class StepResult:
     num_tokens: int = 0  # packed tokens of the step
     requests: list[RequestStep] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
-    failed: list[tuple[int, str]] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
 
 
 class Resident:
@@ -88,7 +87,7 @@ class SimulatedEngine:
         self.num_pages, self.num_pages_in_use = num_pages, 0
         self._decoder, self._page_size, self._eos_at = decoder, page_size, eos_at
         self._residents: dict[int, Resident] = {}
-        self._failed: list[tuple[int, str]] = []
+        self._failed: list[Failure] = []
         self._num_steps = 0
 
     def has_work(self) -> bool:
@@ -117,13 +116,9 @@ class SimulatedEngine:
             "only these are simulated"
         )
         num_pages = -(-len(admit.canvas) // self._page_size)
-        try:
-            if num_pages > self.num_pages - self.num_pages_in_use:
-                raise OutOfPages(
-                    f"request {admit.request} needs {num_pages} of {self.num_pages} KV pages; too few free"
-                )
-        except DlmServeError as error:
-            self._failed.append((admit.request, str(error)))
+        if num_pages > self.num_pages - self.num_pages_in_use:
+            message = f"request {admit.request} needs {num_pages} of {self.num_pages} KV pages; too few free"
+            self._failed.append(Failure(admit.request, "no_pages", message))
             return
         self.num_pages_in_use += num_pages
         eos_at = None if admit.decoding.ignore_eos else self._eos_at.get(admit.request)

@@ -4,6 +4,7 @@ All ranks of an instance run this same deterministic code on the same commands; 
 values that every rank has after the exchange. Knows nothing of sockets, the head or scheduling.
 """
 
+import time
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,8 +12,18 @@ import torch
 
 from dlmserve import kernels
 from dlmserve.checkpoint import read_model_info
-from dlmserve.errors import ConfigError, DlmServeError, OutOfPages
-from dlmserve.messages import Admit, Cancel, Command, Form, Release, RequestStep, SetRefresh, SetThreshold
+from dlmserve.errors import ConfigError, DlmServeError, OutOfPages, WorkerError
+from dlmserve.messages import (
+    Admit,
+    Cancel,
+    Command,
+    Failure,
+    Form,
+    Release,
+    RequestStep,
+    SetRefresh,
+    SetThreshold,
+)
 from dlmserve.worker.batch import Span, pack
 from dlmserve.worker.canvas import Resident, StepPlan
 from dlmserve.worker.kv_cache import KVCache
@@ -22,17 +33,18 @@ from dlmserve.worker.sampling import Drawn, RowGroup, Sampler
 
 # Bounds the activations of a step; whoever does not fit takes part in the next step, first come first.
 MAX_STEP_TOKENS = 16384
+WARM_UP_TOKENS = 32
 RULES = {"threshold": kernels.THRESHOLD, "factor": kernels.FACTOR, "steps": kernels.QUOTA}
 
 
 @dataclass
 class StepResult:
-    """num_tokens: packed tokens of the step; `failed`: (request, why) of requests that are gone now."""
+    """num_tokens: packed tokens of the step; `failed`: requests that are gone now."""
 
     num_tokens: int = 0
     requests: list[RequestStep] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
-    failed: list[tuple[int, str]] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
 
 
 class Engine:
@@ -43,8 +55,9 @@ class Engine:
         self._sampler = Sampler(model, mask_id)
         self._mask_id, self._eos_ids = mask_id, frozenset(eos_ids)
         self._residents: dict[int, Resident] = {}
-        self._failed: list[tuple[int, str]] = []
+        self._failed: list[Failure] = []
         self._num_steps = 0
+        self.token_s = 0.0  # of the warm-up, per token
 
     @property
     def num_pages(self) -> int:
@@ -88,13 +101,14 @@ class Engine:
         try:
             resident = Resident(admit, self._mask_id, self._eos_ids, shifted)
             if len(resident.tokens) > self._model.config.max_len:
-                raise OutOfPages(
+                raise WorkerError(
                     f"a canvas of {len(resident.tokens)} tokens exceeds {self._model.config.max_len}"
                 )
             if admit.decoding.cache != "none":
                 resident.slots = self._cache.reserve(admit.request, len(resident.tokens))
         except DlmServeError as error:
-            self._failed.append((admit.request, str(error)))
+            kind = "no_pages" if isinstance(error, OutOfPages) else "refused"
+            self._failed.append(Failure(admit.request, kind, str(error)))
         else:
             self._residents[admit.request] = resident
 
@@ -148,7 +162,8 @@ class Engine:
             request = plan.resident.request
             if not np.isfinite(confidences[rows]).all():
                 self._remove(request)
-                result.failed.append((request, "the model's logits are not finite (NaN or infinite)"))
+                message = "the model's logits are not finite (NaN or infinite)"
+                result.failed.append(Failure(request, "not_finite", message))
                 continue
             picked = rows[chosen[rows]]
             top = [drawn.top[row] for row in picked.tolist()] if group.decoding.num_top else None
@@ -163,6 +178,12 @@ class Engine:
         canvas = np.array(tokens, dtype=np.int64)
         span = Span(canvas, 0, len(canvas), np.arange(len(canvas)), None)
         return self._sampler.full_logits(self._model.forward(pack([span], self._model.device), None))
+
+    def warm_up(self, num_tokens: int) -> None:
+        """One forward over as many masks: what is made on first use is there then, and its time is known."""
+        began_at = time.perf_counter()
+        self.logits([self._mask_id] * num_tokens)
+        self.token_s = (time.perf_counter() - began_at) / num_tokens
 
     def check(self) -> None:
         """Raises AssertionError where pages and residents do not fit together."""
@@ -230,7 +251,7 @@ def build_engine(form: Form, device: str, group: Group) -> Engine:
             model.config.num_layers, num_pages, form.page_size, kv_heads, model.config.head_dim, dtype, device
         )
         engine = Engine(model, cache, form.model.mask_id, form.model.eos_ids)
-        engine.logits([form.model.mask_id] * min(32, form.max_model_len))
+        engine.warm_up(min(WARM_UP_TOKENS, form.max_model_len))
     return engine
 
 

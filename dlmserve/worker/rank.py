@@ -68,7 +68,8 @@ class Rank:
             )
             engine = self._build_engine(form, self._device, group)
             load_s = time.monotonic() - began_at
-            self._head.send(Formed(form.instance, form.tp_rank, engine.num_pages, load_s, engine.details))
+            ready = (engine.num_pages, load_s, engine.details, engine.token_s)
+            self._head.send(Formed(form.instance, form.tp_rank, *ready))
             formed = True
             if form.tp_rank == 0:
                 lead(form, engine, self._head)

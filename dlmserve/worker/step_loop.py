@@ -14,6 +14,7 @@ from dlmserve.messages import (
     Cancel,
     Command,
     Dissolve,
+    Failure,
     Form,
     Leave,
     Release,
@@ -31,7 +32,7 @@ class StepResult(Protocol):
     num_tokens: int
     requests: list[RequestStep]
     released: list[int]
-    failed: list[tuple[int, str]]
+    failed: list[Failure]
 
 
 class Engine(Protocol):
@@ -43,6 +44,8 @@ class Engine(Protocol):
     def num_pages_in_use(self) -> int: ...
     @property
     def details(self) -> str: ...
+    @property
+    def token_s(self) -> float: ...
     def apply(self, command: Command) -> None: ...
     def has_work(self) -> bool: ...
     def step(self) -> StepResult: ...

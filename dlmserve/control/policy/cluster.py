@@ -72,6 +72,7 @@ class Instance:
     pages_by_rank: dict[int, int] = field(default_factory=dict)  # of the ranks that are ready
     serving: bool = False  # all ranks are
     num_pages: int = 0  # of the rank that has the fewest
+    token_s: float = 0.0  # what a step takes at most, per packed token, on its slowest rank
     residents: dict[int, Residence] = field(default_factory=dict)
     num_pages_reserved: int = 0
     num_tokens: int = 0  # assigned: the canvases of its residents
@@ -215,12 +216,13 @@ class Cluster:
         self.instances[name] = instance
         return instance
 
-    def rank_formed(self, name: str, tp_rank: int, num_pages: int) -> Instance | None:
+    def rank_formed(self, name: str, tp_rank: int, num_pages: int, token_s: float) -> Instance | None:
         """One rank is ready; returns the instance when that makes it serve."""
         instance = self.instances.get(name)
         if instance is None:
             return None
         instance.pages_by_rank[tp_rank] = num_pages
+        instance.token_s = max(instance.token_s, token_s)
         if instance.serving or len(instance.pages_by_rank) < instance.tp_degree:
             return None
         instance.serving, instance.num_pages = True, min(instance.pages_by_rank.values())

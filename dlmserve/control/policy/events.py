@@ -69,9 +69,12 @@ class RankLost:
 
 @dataclass(frozen=True)
 class RankFormed:
+    """`token_s`: what a step takes at most, per packed token."""
+
     instance: str
     tp_rank: int
     num_pages: int
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.steering import Steering
 from dlmserve.control.policy.waiting import WaitingQueue
-from dlmserve.errors import ContextTooLong, DlmServeError, NotFinite, QueueFull, Unavailable, WorkerError
+from dlmserve.errors import ContextTooLong, DlmServeError, QueueFull, Unavailable, WorkerError
 from dlmserve.messages import Admit, Cancel, RequestStep, StepReport
 
 MAX_LOSSES = 3  # instances that may die under a request before it is taken for the cause
@@ -86,8 +86,8 @@ class Scheduler:
                 actions = self._arrived(now, event)
             case Cancelled():
                 actions = self._cancelled(now, event)
-            case RankFormed(instance, tp_rank, pages):
-                actions = self._rank_formed(now, instance, tp_rank, pages)
+            case RankFormed():
+                actions = self._rank_formed(now, event)
             case RankLeft(instance, tp_rank, error):
                 actions = self._lost(now, self.cluster.rank_left(instance, tp_rank, now, error))
             case RankUp(rank, plan_endpoint):
@@ -167,10 +167,10 @@ class Scheduler:
         for step in report.requests:
             if step.request in instance.residents:
                 yield from self._apply(now, step, stepped)
-        for number, message in report.failed:
-            if number in instance.residents:
-                self._forget(self.requests[number])
-                yield Fail(number, NotFinite(message))
+        for failure in report.failed:
+            if failure.request in instance.residents:
+                self._forget(self.requests[failure.request])
+                yield Fail(failure.request, failure.error)
         yield from self.steering.stepped(report, instance, stepped)
         for number in report.released:
             if number in instance.residents:
@@ -205,8 +205,8 @@ class Scheduler:
 
     # ---- nodes, ranks and instances come and go
 
-    def _rank_formed(self, now: float, name: str, tp_rank: int, pages: int) -> Iterator[Action]:
-        if self.cluster.rank_formed(name, tp_rank, pages):
+    def _rank_formed(self, now: float, event: RankFormed) -> Iterator[Action]:
+        if self.cluster.rank_formed(event.instance, event.tp_rank, event.num_pages, event.token_s):
             yield from self._fail_waiting()
             yield from self._place_waiting(now)
 
