@@ -9,6 +9,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = "dlmserve/kernels/csrc"
+HEADERS = ("kernels.h", "threads.h", "lanes.inc", "gemm.inc", "head.inc", "linear.inc", "pointwise.inc", "rows.inc")
 
 
 class BuildOrWarn(build_ext):
@@ -30,7 +31,7 @@ class BuildOrWarn(build_ext):
 native = Extension(
     "dlmserve.kernels._native",
     sources=[f"{CSRC}/{name}.cpp" for name in ("module", "kernels", "select")],
-    depends=[f"{CSRC}/{name}" for name in ("kernels.h", "lanes.inc", "head.inc", "rows.inc")],
+    depends=[f"{CSRC}/{name}" for name in HEADERS],
     language="c++",
     py_limited_api=True,
     define_macros=[("Py_LIMITED_API", "0x030A0000")],

@@ -39,7 +39,15 @@ MORE_HEADS = [
     (152_064, 3584, F32, (1, 32)),
     (152_064, 3584, BF16, (1, 32, 128)),
 ]
-LINEARS = [(32, 128, 384), (32, 512, 512), (32, 1024, 4096), (288, 1024, 4096), (32, 4096, 4096)]  # T, K, N
+# tokens, in, out
+LINEARS = [
+    (32, 128, 384),
+    (32, 512, 1536),
+    (256, 512, 3072),
+    (32, 1024, 4096),
+    (288, 1024, 4096),
+    (32, 4096, 4096),
+]
 HEAD_RUNS = ("kernel", "torch", "onednn")
 CHECKED_WEIGHTS = 1 << 17  # rows times width that the float64 product is given
 MIN_REPEATS, MAX_REPEATS, ENOUGH_S = 3, 25, 1.5
@@ -212,16 +220,29 @@ def timed_pass(name: str, kernel: Callable, plain: Callable | None = None) -> di
 
 
 def measure_linears() -> list[dict]:
-    """worker/linear.py: oneDNN's packed layout against the plain product."""
-    row("\nlinear T x K x N, us", "packed", "plain", "speedup")
+    """worker/linear.py: what it takes here, oneDNN's packed layout, and the plain product."""
+    row("\nlinear T x K x N, us", "taken", "onednn", "plain", "speedup")
     results = []
     for num_tokens, width, out in LINEARS:
         weight, x = torch.randn(out, width), torch.randn(num_tokens, width)
-        times = interleaved({"packed": partial(Linear(weight), x), "plain": partial(F.linear, x, weight)})
-        packed, plain = times["packed"]["median"], times["plain"]["median"]
-        ratio = plain / packed
-        row(f"{num_tokens} x {width} x {out}", f"{packed * 1e6:.1f}", f"{plain * 1e6:.1f}", f"{ratio:.2f}")
-        results.append({"tokens": num_tokens, "in": width, "out": out, "seconds": times, "speedup": ratio})
+        onednn = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
+        times = interleaved(
+            {
+                "taken": partial(Linear(weight), x),
+                "onednn": partial(torch.ops.mkldnn._linear_pointwise, x, onednn, None, "none", [], ""),
+                "plain": partial(F.linear, x, weight),
+            }
+        )
+        seconds = {name: t["median"] for name, t in times.items()}
+        speedup = {name: s / seconds["taken"] for name, s in seconds.items() if name != "taken"}
+        row(
+            f"{num_tokens} x {width} x {out}",
+            *(f"{s * 1e6:.1f}" for s in seconds.values()),
+            ", ".join(f"{x:.2f}" for x in speedup.values()),
+        )
+        results.append(
+            {"tokens": num_tokens, "in": width, "out": out, "seconds": times, "speedup_over": speedup}
+        )
     return results
 
 

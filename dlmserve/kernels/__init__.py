@@ -1,4 +1,4 @@
-"""Confidence of masked positions, sampling, and the choice of what is unmasked.
+"""Confidence of masked positions, sampling, the choice of what is unmasked, and a CPU's products and norms.
 
 Owns the checks of arguments and the choice of back end, made once, at import: the compiled C++ kernels, or
 torch where they were not built. reference.py says what each function returns; every back end agrees with it.
@@ -21,7 +21,8 @@ except ImportError as error:
 
 __all__ = [
     "ALL", "FACTOR", "QUOTA", "THRESHOLD", "Rows", "StepOutcome", "backend_name", "combine", "confidence",
-    "head_rows", "logit_rows", "pack", "sample_rows", "select", "unmask_step", "unpack",
+    "head_rows", "logit_rows", "pack", "packed_weight", "rms_norm", "sample_rows", "select", "silu_gate",
+    "unmask_step", "unpack",
 ]  # fmt: skip
 
 
@@ -129,6 +130,23 @@ def unmask_step(
     _expect("position", position, (torch.int64,), 1)
     _expect("canvas", canvas, (torch.int64,), 1)
     return step.unmask_step(parts, offsets, rule, value, position, canvas, _backend(parts).select)
+
+
+def packed_weight(weight: Tensor):
+    """A native.PackedWeight of W [N, K] where the compiled product is the fastest for it, or None."""
+    if native is None or not native.linear_pays() or not weight.is_cpu or weight.dtype != torch.float32:
+        return None
+    return native.PackedWeight(weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See reference.rms_norm; x and weight f32."""
+    return _backend(x).rms_norm(x, weight, eps)
+
+
+def silu_gate(x: Tensor) -> Tensor:
+    """See reference.silu_gate; any floating dtype."""
+    return (_backend(x) if x.dtype == torch.float32 else reference).silu_gate(x)
 
 
 def _backend(tensor: Tensor):

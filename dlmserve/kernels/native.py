@@ -7,7 +7,7 @@ where there is no compiled library. Arguments are checked by the package's publi
 import ctypes
 import importlib.util
 from collections.abc import Sequence
-from ctypes import POINTER, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from functools import lru_cache
 
 import torch
@@ -35,6 +35,14 @@ def _load() -> ctypes.CDLL:
     library.dlmserve_sample_rows.argtypes = (
         c_void_p, c_int64, c_int64, c_int64, *(c_void_p,) * 4, *slice_of, c_void_p, *rows,
     )  # fmt: skip
+    library.dlmserve_packed_size.argtypes = (c_int64, c_int64, c_int)
+    library.dlmserve_packed_size.restype = c_int64
+    library.dlmserve_pack.argtypes = (c_void_p, c_int64, c_int64, c_int, c_void_p)
+    library.dlmserve_linear.argtypes = (
+        c_void_p, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p,
+    )  # fmt: skip
+    library.dlmserve_norm.argtypes = (c_void_p, c_int64, c_int64, c_void_p, c_float, c_int, c_void_p)
+    library.dlmserve_gate.argtypes = (c_void_p, c_int64, c_int64, c_int, c_void_p)
     library.dlmserve_select.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
     library.dlmserve_select.restype = c_int64
     return library
@@ -137,6 +145,57 @@ def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> 
     if failed >= 0:
         raise bad_request(failed, offsets, rule)
     return unmask
+
+
+class PackedWeight:
+    """W f32 [N, K] in the layout of the kernel's product, for the vectors in use now; takes the place of W."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.num_out, self._width = weight.shape
+        self._bits = isa_bits()
+        shape = (*weight.shape, self._bits)
+        self._packed = torch.empty(_library.dlmserve_packed_size(*shape))
+        _library.dlmserve_pack(weight.contiguous().data_ptr(), *shape, self._packed.data_ptr())
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W' + bias, f32 [T, N] from x f32 [T, K]; a row's result does not depend on the other rows."""
+        x = x.contiguous()
+        y = torch.empty(len(x), self.num_out)
+        _library.dlmserve_linear(
+            x.data_ptr(),
+            len(x),
+            self._width,
+            self._packed.data_ptr(),
+            self._bits,
+            self.num_out,
+            None if bias is None else bias.data_ptr(),
+            torch.get_num_threads(),
+            y.data_ptr(),
+        )
+        return y
+
+
+def linear_pays() -> bool:
+    """Whether `PackedWeight` beats oneDNN: measured with 256 bits (bench/kernels.py), unknown with 512."""
+    return isa_bits() == 256
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As in reference.py."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _library.dlmserve_norm(
+        x.data_ptr(), *x.shape, weight.data_ptr(), eps, torch.get_num_threads(), y.data_ptr()
+    )
+    return y
+
+
+def silu_gate(x: Tensor) -> Tensor:
+    """As in reference.py."""
+    x = x.contiguous()
+    y = torch.empty(len(x), x.shape[1] // 2)
+    _library.dlmserve_gate(x.data_ptr(), *y.shape, torch.get_num_threads(), y.data_ptr())
+    return y
 
 
 def _new_rows(num_rows: int) -> tuple[Rows, tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Confidence, sampling and unmasking in plain torch: the specification that every compiled kernel must meet.
+"""Confidence, sampling, unmasking, norms and gates in plain torch: what every compiled kernel must agree with.
 
 Knows nothing about speed, threads or processes. Compiled kernels may differ by rounding only: from the same
 logits come the same tokens, ties and selections, and log-sums within about 1e-6. Works on any device.
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # Unmasking rules of `select`.
 THRESHOLD, QUOTA, FACTOR, ALL = range(4)
@@ -81,6 +82,17 @@ def _only_allowed(logits: Tensor, token_offset: int, banned: Sequence[int]) -> T
     if local:
         allowed[:, local] = -torch.inf
     return allowed
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) * weight, x f32 [T, d]."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def silu_gate(x: Tensor) -> Tensor:
+    """silu(gate) * up, [T, d] from [T, 2 d]: gate, then up (Shazeer, 2020: SwiGLU)."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def _rows(logits: Tensor, scores: Tensor, token_offset: int) -> tuple[Tensor, Rows]:

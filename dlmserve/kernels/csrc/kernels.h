@@ -90,7 +90,7 @@ struct Noise {
 
 struct Head {
     const float* hidden;    // [num_rows, dim]
-    const float* packed;    // the same as pack_hidden leaves it
+    const float* packed;    // the same as `pack` leaves it; null where there are too few rows for that
     int64_t num_rows, dim;
     const void* weight;     // [V, dim], float or bf16
     bool is_bf16;
@@ -106,11 +106,43 @@ struct Logits {
     uint32_t token_offset;  // of the slice; the noise is keyed by the global token id
 };
 
-// One instruction-set variant. head and logits reduce the vocabulary range [v0, v1) into out[num_rows].
+// y [num_rows, num_out] = x [num_rows, dim] W^T + bias.
+struct Product {
+    const float* x;
+    int64_t num_rows, dim;
+    const float* packed;  // W [num_out, dim] as `pack` leaves it
+    int64_t num_out;
+    const float* bias;    // [num_out] or null
+    float* y;
+};
+
+// y [num_rows, dim] from x of the same shape.
+struct Norm {
+    const float* x;
+    int64_t num_rows, dim;
+    const float* weight;  // [dim]
+    float eps;
+    float* y;
+};
+
+// y [num_rows, dim] from x [num_rows, 2 dim].
+struct Gate {
+    const float* x;
+    int64_t num_rows, dim;
+    float* y;
+};
+
+// One instruction-set variant. head and logits reduce the vocabulary range [v0, v1) into out[num_rows]; linear
+// fills the columns [n0, n1), n0 a multiple of `linear_grain`; norm and gate fill the rows [m0, m1).
 struct Variant {
     int64_t (*packed_size)(int64_t num_rows, int64_t dim);
-    void (*pack_hidden)(const float* hidden, int64_t num_rows, int64_t dim, float* packed);
+    void (*pack)(const float* rows, int64_t num_rows, int64_t dim, float* packed);
+    int64_t unpacked_rows;  // the head takes up to this many rows as they are
     void (*head)(const Head&, int64_t v0, int64_t v1, RowState* out);
+    int64_t linear_grain;
+    void (*linear)(const Product&, int64_t n0, int64_t n1);
+    void (*norm)(const Norm&, int64_t m0, int64_t m1);
+    void (*gate)(const Gate&, int64_t m0, int64_t m1);
     void (*logits)(const Logits&, int64_t v0, int64_t v1, RowState* out);
 };
 

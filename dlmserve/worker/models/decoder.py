@@ -8,9 +8,9 @@ of a packed batch; knows nothing of requests, blocks or thresholds.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dlmserve import kernels
 from dlmserve.errors import ConfigError
 from dlmserve.worker.attention import attend
 from dlmserve.worker.batch import Batch
@@ -97,7 +97,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
-            return F.rms_norm(x, x.shape[-1:], self._weight, self._eps)
+            return kernels.rms_norm(x, self._weight, self._eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         return wide.to(x.dtype) * self._weight
@@ -181,8 +181,8 @@ class Layer:
         if only_rows:
             q, x, segments = q[batch.rows], x[batch.rows], batch.row_segments
         x = x + self._group.all_reduce_(self._o(attend(q, k, v, segments, cache, self._index)))
-        gate, up = self._gate_up(self._mlp_norm(x)).chunk(2, -1)
-        return x + self._group.all_reduce_(self._down(F.silu(gate) * up))
+        gated = kernels.silu_gate(self._gate_up(self._mlp_norm(x)))
+        return x + self._group.all_reduce_(self._down(gated))
 
 
 class Decoder:
