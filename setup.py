@@ -9,7 +9,16 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = "dlmserve/kernels/csrc"
-HEADERS = ("kernels.h", "threads.h", "lanes.inc", "gemm.inc", "head.inc", "linear.inc", "pointwise.inc", "rows.inc")
+HEADERS = (
+    "kernels.h",
+    "threads.h",
+    "lanes.inc",
+    "gemm.inc",
+    "head.inc",
+    "linear.inc",
+    "pointwise.inc",
+    "rows.inc",
+)
 
 
 class BuildOrWarn(build_ext):

@@ -16,13 +16,12 @@ class Pool {
     // A caller that finds the pool in use does its parts by itself, as it does those of threads it can't have.
     void run(int64_t num_parts, const std::function<void(int64_t)>& work) {
         std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-        if (num_parts > 1 && turn.owns_lock()) {
-            start(num_parts - 1);
-            hand_out(num_parts, &work);
-        } else {
+        if (num_parts <= 1 || !turn.owns_lock()) {
             for (int64_t part = 0; part < num_parts; part++) work(part);
             return;
         }
+        start(num_parts - 1);
+        hand_out(num_parts, &work);
         take_parts();
         std::unique_lock<std::mutex> lock(mutex_);
         finished_.wait(lock, [this] { return num_unfinished_ == 0; });
