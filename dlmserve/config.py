@@ -24,6 +24,7 @@ class ServerConfig:
     port: int = 8000
     served_model_name: str | None = None
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_queue: int = 1024

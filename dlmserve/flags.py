@@ -119,7 +119,15 @@ FLAGS = [
         "http",
         "key that clients must send, or @FILE with one a line; repeatable",
         "KEY",
-        read_all=lambda texts: _read_keys(texts),
+        read_all=lambda texts: _read_keys("--api-key", texts),
+    ),
+    Flag(
+        "admin-key",
+        "admin_keys",
+        "http",
+        "key that changes of the cluster need, or @FILE with one a line; repeatable",
+        "KEY",
+        read_all=lambda texts: _read_keys("--admin-key", texts),
     ),
     _flag("http", "max_queue", "N", "requests that may wait; more are answered 429", **_INTEGER),
     _flag("operation", "drain_s", "S", "time to finish what runs after SIGTERM", **_NUMBER),
@@ -234,8 +242,8 @@ def _read_options(texts: list[str]) -> dict[str, float]:
     return options
 
 
-def _read_keys(texts: list[str]) -> tuple[str, ...]:
-    """API keys; "@FILE" stands for the lines of that file."""
+def _read_keys(name: str, texts: list[str]) -> tuple[str, ...]:
+    """Keys; "@FILE" stands for the lines of that file."""
     keys: list[str] = []
     for text in texts:
         if not text.startswith("@"):
@@ -244,7 +252,7 @@ def _read_keys(texts: list[str]) -> tuple[str, ...]:
         try:
             keys += Path(text[1:]).read_text(encoding="utf-8").split()
         except OSError as error:
-            raise ConfigError(f"--api-key {text} cannot be read: {error}") from error
+            raise ConfigError(f"{name} {text} cannot be read: {error}") from error
     if not all(keys) or not keys:
-        raise ConfigError("--api-key is empty; wanted a key, or @FILE with one key a line")
+        raise ConfigError(f"{name} is empty; wanted a key, or @FILE with one key a line")
     return tuple(keys)

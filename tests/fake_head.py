@@ -69,6 +69,8 @@ class FakeHead:
 
     def __init__(self, script: Script, paused: bool = False, eos_ids: tuple[int, ...] = (EOS, 4)) -> None:
         self.ready, self.draining = True, False
+        self.capacity = 1
+        self.layouts: list[list[int]] = []
         self.script, self.paused, self.eos_ids = script, paused, eos_ids
         self.refuse: DlmServeError | None = None
         self.refuse_after = 0  # submissions that are still taken
@@ -100,6 +102,11 @@ class FakeHead:
 
     def cluster(self) -> dict:
         return {"running": len(self.running)}
+
+    def want_layout(self, layout: list[int]) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        self.layouts.append(layout)
 
     def step(self, number: int) -> None:
         """One denoising step of one request."""

@@ -2,11 +2,12 @@
 
 import asyncio
 import gzip
+from typing import Any
 
 import pytest
 
 from dlmserve.errors import OutOfPages, QueueFull, Unavailable
-from dlmserve.server.app import MAX_BODY_BYTES
+from dlmserve.server.app import LAYOUT, MAX_BODY_BYTES
 from tests.fake_head import FakeHead, scripted
 from tests.http_client import CHAT, HELLO, HI, TEXT, TOKENIZER, Client, connect, run, until
 
@@ -224,6 +225,44 @@ def test_keys_guard_v1_and_nothing_else() -> None:
         assert (await client.get("/health"))[0] == 200
 
     run(story, api_keys=("one", "two"))
+
+
+def test_an_admin_key_opens_the_layout_and_nothing_else_does() -> None:
+    head = FakeHead(scripted(HELLO))
+    body = {"layout": [1, 2]}
+
+    def bearer(key: str) -> dict:
+        return {"Authorization": f"Bearer {key}"}
+
+    async def story(client: Client) -> None:
+        for headers in ({}, bearer("user"), bearer("wrong")):
+            assert (await client.post(LAYOUT, body, headers=headers))[0] == 401
+        assert head.layouts == []
+        assert (await client.post(LAYOUT, body, headers=bearer("admin")))[0] == 202
+        assert head.layouts == [[1, 2]]
+        assert (await client.post(CHAT, HI, headers=bearer("admin")))[0] == 200
+
+    run(story, head, api_keys=("user",), admin_keys=("admin",))
+
+
+def test_without_an_admin_key_the_layout_stays() -> None:
+    async def story(client: Client) -> None:
+        status, answer = await client.post(LAYOUT, {"layout": [1]})
+        assert status == 401 and "--admin-key" in answer["error"]["message"]
+        assert (await client.get("/v1/cluster"))[0] == 200  # no API key: open
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    "body", [[], {}, {"layout": 1}, {"layout": [True]}, {"layout": ["1"]}, {"layout": [1], "x": 1}]
+)
+def test_a_layout_that_is_none_is_refused_by_name(body: Any) -> None:
+    async def story(client: Client) -> None:
+        status, answer = await client.post(LAYOUT, body, headers={"Authorization": "Bearer admin"})
+        assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+
+    run(story, admin_keys=("admin",))
 
 
 def test_as_many_responses_are_open_as_queue_and_instances_hold() -> None:

@@ -22,6 +22,7 @@ from dlmserve.control.policy.events import (
     Fail,
     Finish,
     FormInstance,
+    LayoutWanted,
     NodeUp,
     RankFormed,
     RankLeft,
@@ -106,6 +107,7 @@ class ToyCluster:
 
     def __init__(self, layout: tuple[int, ...], random: random.Random, policy: str) -> None:
         self.story = Story(tp_layout=layout, max_num_seqs=3, max_queue=4, policy=policy)
+        self.layout = list(layout)
         self.random, self.now = random, 0.0
         self.formations: dict[str, ToyInstance] = {}  # alive, in the workers' eyes
         self.mail: dict[RankId, deque[Event]] = {}  # said by a rank, not yet heard
@@ -234,10 +236,20 @@ class ToyCluster:
         self.now += self.random.choice([0.1, 1.0, 20.0])
         self.feed(Tick())
 
+    def reconfigure(self) -> None:
+        """To any layout of these devices; not all of them need be in use."""
+        left, layout = len(self.generations), []
+        while left and (not layout or self.random.random() < 0.8):
+            layout.append(self.random.choice([degree for degree in (1, 2, 4) if degree <= left]))
+            left -= layout[-1]
+        self.layout = layout
+        self.feed(LayoutWanted(tuple(layout)))
+
     def anything(self) -> None:
         weights = {
             self.step: 10, self.hear: 10, self.hear_the_living: 3, self.arrive: 4, self.form: 2,
             self.pass_time: 2, self.ask_back: 1, self.lose_rank: 1, self.cancel: 0.3,
+            self.reconfigure: 0.3,
         }  # fmt: skip
         self.random.choices(list(weights), list(weights.values()))[0]()
 
@@ -266,7 +278,9 @@ def test_every_request_ends_once_and_every_token_is_delivered_once(
         cluster.anything()
     cluster.end_in_peace()
     assert cluster.ended.keys() == cluster.submitted, "a request was lost"
-    assert len(cluster.story.scheduler.cluster.serving()) == len(layout), "an instance was lost"
+    serving = cluster.story.scheduler.cluster.serving()
+    assert sorted(i.tp_degree for i in serving) == sorted(cluster.layout), "the wanted layout is not there"
+    assert not cluster.story.scheduler.transition.active
     for number, end in cluster.ended.items():
         if isinstance(end, Finish):
             tokens = cluster.delivered[number]

@@ -5,7 +5,6 @@ business. Everything here runs on one asyncio loop; sinks are called on it.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from dlmserve.checkpoint import ModelInfo
 from dlmserve.config import ServerConfig
+from dlmserve.control.links import Links
 from dlmserve.control.liveness import Liveness, Peer, sender, step_limit_s
 from dlmserve.control.metrics import Metrics
 from dlmserve.control.node import LocalAgent, find_device
@@ -34,6 +34,7 @@ from dlmserve.control.policy.events import (
     Fail,
     Finish,
     FormInstance,
+    LayoutWanted,
     NodeLost,
     Predict,
     Predicted,
@@ -49,22 +50,18 @@ from dlmserve.control.policy.scheduler import Scheduler
 from dlmserve.control.policy.step_predictor import CatBoostPredictor
 from dlmserve.control.predictor import PredictorThread
 from dlmserve.control.wire import FormMaker, agent_identity, to_event
-from dlmserve.errors import ConfigError, ProtocolError, Unavailable, WorkerError
+from dlmserve.errors import ConfigError, RequestError, Unavailable, WorkerError
 from dlmserve.messages import (
-    PROTOCOL_VERSION,
     AgentHello,
     Dissolve,
     Formed,
-    Heartbeat,
     Message,
     RankExited,
-    RankHello,
     Shutdown,
     StepReport,
     ToHead,
 )
 from dlmserve.messages import RestartRank as RestartRankMessage
-from dlmserve.transport import Router
 
 LOCAL_NODE = "local"
 TICK_S = 0.5
@@ -98,7 +95,6 @@ class Head:
         self._ticked_at = 0.0
         self._idle = True  # nothing has happened since the last tick
         self._ready: asyncio.Future[None] | None = None  # None: not started
-        self._tasks: list[asyncio.Task] = []
         self.draining = False
 
     # ---- life
@@ -111,7 +107,9 @@ class Head:
         self._forms = FormMaker(self._config, self._info, self._run_dir)
         endpoint = f"ipc://{self._run_dir}/head.sock"
         try:
-            self._router = Router([endpoint, *([self._config.listen] if self._config.listen else [])])
+            self._links = Links(
+                [endpoint, *([self._config.listen] if self._config.listen else [])], self._on_message
+            )
         except ConfigError:
             self._remove_run_dir()
             raise
@@ -119,10 +117,7 @@ class Head:
         self._agent.start()
         if self._predictor:
             self._predictor.start()
-        self._tasks = [
-            asyncio.create_task(self._receive_forever()),
-            asyncio.create_task(self._tick_forever()),
-        ]
+        self._ticking = asyncio.create_task(self._tick_forever())
 
     def _agent_command(self, endpoint: str) -> list[str]:
         command = [sys.executable, "-m", "dlmserve.worker.agent", "--head", endpoint, "--node", LOCAL_NODE]
@@ -142,6 +137,25 @@ class Head:
         """What there is and what it does, for people and tools; JSON types only."""
         return self._observer.describe() | {"ready": self.ready, "draining": self.draining}
 
+    @property
+    def capacity(self) -> int:
+        """Requests that the wanted instances hold at once."""
+        return self._config.max_num_seqs * len(self._scheduler.cluster.layout)
+
+    def want_layout(self, layout: list[int]) -> None:
+        """Begins to change the instances to these TP degrees. Raises RequestError where that cannot be."""
+        for degree in layout:
+            if degree < 1 or self._info.num_heads % degree:
+                raise RequestError(
+                    f"the layout has TP degree {degree}; wanted divisors of the model's "
+                    f"{self._info.num_heads} heads",
+                    "layout",
+                )
+        if refusal := self._scheduler.transition.refusal(layout):
+            raise refusal
+        log.info("layout wanted: TP degrees %s", ",".join(map(str, layout)))
+        self._feed(LayoutWanted(tuple(layout)))
+
     async def drain(self, limit_s: float) -> None:
         """Refuses new requests; returns when the others are done, or after `limit_s`."""
         self.draining = True
@@ -155,18 +169,15 @@ class Head:
         for number in list(self._sinks):
             sink = self._sinks.pop(number)
             _tell(sink.on_error, Unavailable("the server stops"))
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        self._ticking.cancel()
+        await self._links.stop_receiving()
         for node in self._scheduler.cluster.nodes:
-            with contextlib.suppress(WorkerError):
-                self._router.send(agent_identity(node), Shutdown())
+            self._links.send(agent_identity(node), Shutdown())
         if self._predictor:
             self._predictor.stop()
         # An agent that has not said hello yet cannot be asked.
         await self._agent.stop(STOP_S if LOCAL_NODE in self._scheduler.cluster.nodes else 0.0)
-        self._router.close()
+        self._links.close()
         self._remove_run_dir()
 
     def _remove_run_dir(self) -> None:
@@ -198,30 +209,11 @@ class Head:
 
     # ---- events in
 
-    async def _receive_forever(self) -> None:
-        while True:
-            try:
-                identity, message = await self._router.receive()
-                self._on_message(identity, message)
-            except ProtocolError as error:
-                log.warning("message dropped: %s", error)
-            except Exception:
-                log.exception("a message could not be handled; going on")
-            await asyncio.sleep(0)  # a message that is already there does not suspend: let others run
-
-    def _on_message(self, identity: str, message: ToHead) -> None:
+    def _on_message(self, message: ToHead) -> None:
         now = time.monotonic()
         if peer := sender(message):
             self._peers.hear(peer, now)
         match message:
-            case RankHello() | AgentHello() if message.version != PROTOCOL_VERSION:
-                log.error(
-                    "%s speaks protocol %d, not %d: sent away", identity, message.version, PROTOCOL_VERSION
-                )
-                self._send(identity, Shutdown())
-                return
-            case Heartbeat(node, -1):
-                self._send(agent_identity(node), message)
             case AgentHello(_, node) if node == LOCAL_NODE:
                 self._agent.greeted()
             case StepReport():
@@ -343,25 +335,23 @@ class Head:
                 log.info("forming instance %s of %s", instance, ", ".join(rank.identity for rank in ranks))
                 for rank, form in self._forms.forms(action, self._scheduler.cluster):
                     self._send_rank(rank, form)
-            case DissolveInstance(instance, told, reason):
-                log.error("instance %s is lost: %s", instance, reason)
+            case DissolveInstance(instance, told, reason, lost):
+                log.log(
+                    logging.ERROR if lost else logging.INFO,
+                    "instance %s is %s: %s",
+                    instance,
+                    "lost" if lost else "dissolved",
+                    reason,
+                )
                 for rank in told:
                     self._send_rank(rank, Dissolve(instance))
             case RestartRank(rank, reason):
                 log.error("restarting rank %s: %s", rank.identity, reason)
-                self._send(agent_identity(rank.node), RestartRankMessage(*rank))
+                self._links.send(agent_identity(rank.node), RestartRankMessage(*rank))
 
     def _send_rank(self, rank: RankId, message: Message) -> None:
-        if not self._send(rank.identity, message):
+        if not self._links.send(rank.identity, message):
             self._feed(RankLost(rank, "it takes no messages", exited=False))
-
-    def _send(self, identity: str, message: Message) -> bool:
-        try:
-            self._router.send(identity, message)
-        except WorkerError as error:
-            log.warning("%s", error)
-            return False
-        return True
 
 
 def _make_predictor(config: ServerConfig, answer: Callable[[Predicted], object]) -> PredictorThread | None:

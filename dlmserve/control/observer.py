@@ -15,7 +15,7 @@ from dlmserve.messages import StepReport
 class Observer:
     def __init__(self, scheduler: Scheduler, config: ServerConfig, metrics: Metrics) -> None:
         self._scheduler, self._config, self._metrics = scheduler, config, metrics
-        self._num_migrations_told = 0
+        self._num_migrations_told = self._num_reconfigurations_told = 0
         metrics.on_render = self._read_gauges
 
     # ---- as things happen
@@ -72,6 +72,8 @@ class Observer:
         metrics.predictor_error_ratio.set(scheduler.steering.errors.ratio)
         metrics.migrations_total.inc(scheduler.num_migrations - self._num_migrations_told)
         self._num_migrations_told = scheduler.num_migrations
+        metrics.reconfigurations_total.inc(scheduler.num_reconfigurations - self._num_reconfigurations_told)
+        self._num_reconfigurations_told = scheduler.num_reconfigurations
         for gauge in (metrics.kv_pages, metrics.kv_pages_in_use, metrics.instance_requests):
             gauge.clear()
         for instance in scheduler.cluster.serving():
@@ -85,7 +87,8 @@ class Observer:
         return {
             "model": self._config.model,
             "policy": self._config.policy,
-            "layout": list(self._config.tp_layout),
+            "layout": cluster.layout,
+            "changing": self._scheduler.transition.active,
             "nodes": [{"node": node, "num_devices": count} for node, count in sorted(cluster.nodes.items())],
             "devices": [_describe_rank(rank) for _, rank in sorted(cluster.ranks.items())],
             "instances": [_describe_instance(instance) for instance in cluster.instances.values()],
@@ -109,7 +112,7 @@ def _describe_rank(rank: Rank) -> dict:
 def _describe_instance(instance: Instance) -> dict:
     return {
         "name": instance.name,
-        "state": "serving" if instance.serving else "forming",
+        "state": "draining" if instance.draining else "serving" if instance.serving else "forming",
         "tp_degree": instance.tp_degree,
         "node": instance.ranks[0].node,
         "devices": [id.device for id in instance.ranks],

@@ -37,6 +37,7 @@ MAX_BODY_BYTES = 4 * 2**20
 BODY_LIMIT_S = 30.0  # for a body to arrive
 LONG_BODY_BYTES = 8 * 2**10  # tokenising more than this, some 10 ms, leaves the event loop
 PUBLIC = ("/health", "/ready", "/metrics")  # need no key
+LAYOUT = "/v1/cluster/layout"  # needs an admin key
 HARMLESS_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -46,13 +47,15 @@ def make_app(
     """Run it with `make_runner`."""
     api = Api(head, tokenizer, info, config, metrics)
     app = web.Application(
-        middlewares=[identify, render_errors, require_key(config.api_keys)], client_max_size=MAX_BODY_BYTES
+        middlewares=[identify, render_errors, require_key(config.api_keys, config.admin_keys)],
+        client_max_size=MAX_BODY_BYTES,
     )
     app.router.add_get("/health", api.health)
     app.router.add_get("/ready", api.ready)
     app.router.add_get("/metrics", api.metrics)
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/v1/cluster", api.cluster)
+    app.router.add_post(LAYOUT, api.layout)
     app.router.add_post("/v1/chat/completions", api.chat_completions)
     app.router.add_post("/v1/completions", api.completions)
     app.on_response_prepare.append(_add_request_id)
@@ -70,6 +73,10 @@ def make_runner(app: web.Application, shutdown_timeout: float) -> web.AppRunner:
     )
 
 
+class WantedLayout(msgspec.Struct, forbid_unknown_fields=True):
+    layout: list[int]
+
+
 class Api:
     """The handlers."""
 
@@ -84,8 +91,6 @@ class Api:
         self._model = config.served_model_name or config.model
         self._context = context_length(info, config)
         self._started_at = int(time.time())
-        # Whatever the queue and the instances hold; only responses that nobody reads can exceed it.
-        self._max_open = config.max_queue + config.max_num_seqs * len(config.tp_layout)
         self._num_open = 0
 
     async def health(self, request: web.Request) -> web.Response:
@@ -113,6 +118,18 @@ class Api:
 
     async def cluster(self, request: web.Request) -> web.Response:
         return as_json(self._head.cluster())
+
+    async def layout(self, request: web.Request) -> web.Response:
+        """Accepted is not done: GET /v1/cluster says how far the change is."""
+        body = await read_body(request)
+        try:
+            wanted = msgspec.json.decode(body, type=WantedLayout)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise RequestError(
+                f'{error}; wanted a body like {{"layout": [1, 1, 2]}}, TP degrees', "layout"
+            ) from error
+        self._head.want_layout(wanted.layout)
+        return as_json(self._head.cluster(), status=202)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, "chat")
@@ -142,7 +159,8 @@ class Api:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        if self._num_open >= self._max_open:
+        # Whatever the queue and the instances hold; only responses that nobody reads can exceed it.
+        if self._num_open >= self._config.max_queue + self._head.capacity:
             raise QueueFull(
                 f"{self._num_open} responses are open, as many as this server holds; try again later"
             )
@@ -219,14 +237,22 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
     return as_json(failure.body, failure.status, failure.headers)
 
 
-def require_key(keys: tuple[str, ...]) -> Middleware:
-    """Bearer keys for all that is not PUBLIC, compared in constant time; no keys configured: open."""
-    known = [_digest(key) for key in keys]
+def require_key(api_keys: tuple[str, ...], admin_keys: tuple[str, ...]) -> Middleware:
+    """Bearer keys for all that is not PUBLIC, compared in constant time; no API keys configured: open.
+
+    An admin key opens everything; LAYOUT opens to nothing else.
+    """
+    admin = [_digest(key) for key in admin_keys]
+    users = [*admin, *(_digest(key) for key in api_keys)]
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not known or request.path in PUBLIC:
+        is_admins = request.path == LAYOUT
+        if request.path in PUBLIC or not (is_admins or api_keys):
             return await handler(request)
+        if is_admins and not admin:
+            raise WrongKey("this server has no admin key; start it with --admin-key to change its layout")
+        known = admin if is_admins else users
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = _digest(key.strip())
         # All keys are compared, whichever fits: how long this takes says nothing.

@@ -9,6 +9,7 @@ A *slot* is one wanted instance; a *formation* is one attempt to fill it and has
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -17,6 +18,9 @@ from dlmserve.messages import CacheMode
 MAX_FAILURES = 3  # formations in a row that failed before a slot counts as hopeless
 RETRY_S = 0.5  # wait before a failed formation is tried again; doubles up to
 MAX_RETRY_S = 30.0
+
+
+Device = tuple[str, int]  # node, number
 
 
 class RankId(NamedTuple):
@@ -46,8 +50,12 @@ class Rank:
 
 @dataclass
 class Slot:
+    """`wanted`: part of the layout; a slot that is not may still hold an instance, until that is drained."""
+
     index: int
     tp_degree: int
+    wanted: bool = True
+    devices: tuple[Device, ...] = ()  # which to form it of the first time; (): any that are spare
     instance: str | None = None
     num_formations: int = 0
     num_failures: int = 0  # in a row
@@ -71,6 +79,7 @@ class Instance:
     max_num_seqs: int
     pages_by_rank: dict[int, int] = field(default_factory=dict)  # of the ranks that are ready
     serving: bool = False  # all ranks are
+    draining: bool = False  # takes nothing new; gives each request back at its next block start
     num_pages: int = 0  # of the rank that has the fewest
     token_s: float = 0.0  # what a step takes at most, per packed token, on its slowest rank
     residents: dict[int, Residence] = field(default_factory=dict)
@@ -83,8 +92,9 @@ class Instance:
         return len(self.ranks)
 
     def has_room(self, num_pages: int) -> bool:
-        free = self.num_pages - self.num_pages_reserved
-        return num_pages <= free and len(self.residents) < self.max_num_seqs and self.serving
+        if self.draining or not self.serving or len(self.residents) >= self.max_num_seqs:
+            return False
+        return num_pages <= self.num_pages - self.num_pages_reserved
 
     def reserve(self, request: int, num_pages: int, num_tokens: int) -> None:
         self.residents[request] = Residence(num_pages, num_tokens)
@@ -104,35 +114,42 @@ class LostInstance(NamedTuple):
 
 
 class Cluster:
-    """`layout` is the TP degree of each wanted instance. Methods that lose an instance return it."""
+    """`layout`: the TP degrees wanted at the start. Methods that lose an instance return it."""
 
     def __init__(self, layout: tuple[int, ...], max_num_seqs: int, leave_timeout_s: float) -> None:
         self.slots = [Slot(index, degree) for index, degree in enumerate(layout)]
         self.nodes: dict[str, int] = {}  # number of devices
-        self.ranks: dict[tuple[str, int], Rank] = {}  # by node and device
+        self.ranks: dict[Device, Rank] = {}  # by node and device
         self.instances: dict[str, Instance] = {}
-        self._early_exits: dict[tuple[str, int], list[str]] = {}  # why processes died that never said hello
+        self._early_exits: dict[Device, list[str]] = {}  # why processes died that never said hello
         self._max_num_seqs = max_num_seqs
         self._leave_timeout_s = leave_timeout_s
 
     # ---- what there is
+
+    @property
+    def layout(self) -> list[int]:
+        """TP degrees of the wanted instances."""
+        return [slot.tp_degree for slot in self.slots if slot.wanted]
 
     def serving(self) -> list[Instance]:
         return [instance for instance in self.instances.values() if instance.serving]
 
     def could_hold(self, num_pages: int) -> bool:
         """Whether some instance has that many pages in all, or may have once it is formed."""
-        return any(slot.num_pages is None or num_pages <= slot.num_pages for slot in self.slots)
+        wanted = (slot for slot in self.slots if slot.wanted)
+        return any(slot.num_pages is None or num_pages <= slot.num_pages for slot in wanted)
 
     def failure(self) -> str | None:
         """Why no instance serves and, by all that is known, none will; None while there is hope."""
         if any(instance.serving for instance in self.instances.values()):
             return None
         devices_of = {slot.index: devices for slot, devices in self._plan()}
-        reasons = [self._hopeless(slot, devices_of.get(slot.index, [])) for slot in self.slots]
+        wanted = [slot for slot in self.slots if slot.wanted]
+        reasons = [self._hopeless(slot, devices_of.get(slot.index, ())) for slot in wanted]
         return reasons[0] if all(reasons) else None
 
-    def _hopeless(self, slot: Slot, devices: list[tuple[str, int]]) -> str | None:
+    def _hopeless(self, slot: Slot, devices: Sequence[Device]) -> str | None:
         if slot.num_failures >= MAX_FAILURES:
             return slot.error
         exits = (self._early_exits.get(device, []) for device in devices)
@@ -187,24 +204,38 @@ class Cluster:
                 formed.append(self._form(slot, [rank for rank in ranks if rank]))
         return formed
 
-    def _plan(self) -> list[tuple[Slot, list[tuple[str, int]]]]:
-        """Devices for each empty slot: largest first (so that groups align), on the node they fill best."""
+    def _plan(self) -> list[tuple[Slot, Sequence[Device]]]:
+        """Devices for each empty slot: its own where it has some; for the others the largest first (so that
+        groups align), on the node they fill best."""
+        empty = [slot for slot in self.slots if slot.wanted and slot.instance is None]
+        plan: list[tuple[Slot, Sequence[Device]]] = [(slot, slot.devices) for slot in empty if slot.devices]
         spare = {node: self._spare_devices(node) for node in self.nodes}
-        plan = []
-        for slot in sorted(self.slots, key=lambda slot: -slot.tp_degree):
+        for slot in sorted(empty, key=lambda slot: -slot.tp_degree):
             nodes = [node for node in spare if len(spare[node]) >= slot.tp_degree]
-            if slot.instance is None and nodes:
+            if nodes and not slot.devices:
                 node = min(nodes, key=lambda node: len(spare[node]))
                 plan.append((slot, spare[node][: slot.tp_degree]))
                 spare[node] = spare[node][slot.tp_degree :]
         return plan
 
-    def _spare_devices(self, node: str) -> list[tuple[str, int]]:
-        """Devices in no formation; those whose process died come last."""
-        devices = [(node, device) for device in range(self.nodes[node])]
+    def _spare_devices(self, node: str) -> list[Device]:
+        """Devices in no formation and meant for none; those whose process died come last."""
+        meant = {device for slot in self.slots for device in slot.devices}
+        devices = [(node, device) for device in range(self.nodes[node]) if (node, device) not in meant]
         ranks = [(device, self.ranks.get(device)) for device in devices]
         spare = [(device, rank) for device, rank in ranks if rank is None or rank.state != "busy"]
         return [device for device, rank in sorted(spare, key=lambda pair: _is_down(pair[1]))]
+
+    def add_slot(self, tp_degree: int, devices: tuple[Device, ...] = ()) -> None:
+        """One more wanted instance; takes the place of a slot that is not used any more."""
+        unused = (slot for slot in self.slots if not slot.wanted and slot.instance is None)
+        slot = next(unused, None)
+        if slot is None:
+            self.slots.append(Slot(len(self.slots), tp_degree, devices=devices))
+            return
+        # The count of formations goes on: their names must never come again.
+        fresh = Slot(slot.index, tp_degree, devices=devices, num_formations=slot.num_formations)
+        self.slots[slot.index] = fresh
 
     def _form(self, slot: Slot, ranks: list[Rank]) -> Instance:
         slot.num_formations += 1
@@ -228,6 +259,7 @@ class Cluster:
         instance.serving, instance.num_pages = True, min(instance.pages_by_rank.values())
         instance.slot.num_failures = 0
         instance.slot.num_pages = instance.num_pages
+        instance.slot.devices = ()
         return instance
 
     def rank_left(self, name: str, tp_rank: int, now: float, error: str) -> LostInstance | None:
@@ -248,18 +280,28 @@ class Cluster:
         if instance is None:
             return None
         slot = instance.slot
-        slot.instance = None
         if not instance.serving:
             slot.num_failures += 1
             slot.error = reason
             slot.retry_at = now + min(MAX_RETRY_S, RETRY_S * 2 ** (slot.num_failures - 1))
+        return LostInstance(instance, self._release_ranks(instance, now), reason)
+
+    def dissolve(self, name: str, now: float) -> None:
+        """Takes a drained instance off the books; its ranks are leaving."""
+        instance = self.instances.pop(name)
+        assert not instance.residents, f"{name} still holds requests"
+        self._release_ranks(instance, now)
+
+    def _release_ranks(self, instance: Instance, now: float) -> tuple[RankId, ...]:
+        """Those that still run are leaving from now on."""
+        instance.slot.instance = None
         survivors = []
         for id in instance.ranks:
             rank = self.ranks[id[:2]]
-            if rank.state == "busy" and rank.instance == name:
+            if rank.state == "busy" and rank.instance == instance.name:
                 rank.state, rank.left_at = "leaving", now
                 survivors.append(id)
-        return LostInstance(instance, tuple(survivors), reason)
+        return tuple(survivors)
 
     def stuck_ranks(self, now: float) -> list[RankId]:
         """Ranks that were told to leave a lost formation and did not; they are down from now on."""

@@ -64,6 +64,8 @@ class Dlmserve(SloPolicy):
 
     def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
         outlook = self.outlook(view, residents_of(view, view.changed_slots))
+        num_new = len(view.cluster.slots) - len(self._batches)  # another layout is wanted
+        self._batches = np.append(self._batches, np.zeros(max(0, num_new)))
         slots = [slot for slot in view.changed_slots if slot >= 0]
         self._batches[slots] = outlook.batches()[slots]
         numbers = view.waiting()

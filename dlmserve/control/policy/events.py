@@ -86,6 +86,13 @@ class RankLeft:
     error: str
 
 
+@dataclass(frozen=True)
+class LayoutWanted:
+    """From now on instances of these TP degrees; a layout that does not fit the devices changes nothing."""
+
+    layout: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Predicted:
     """The answer to a Predict: `steps` [n, T] are left at each of the configured thresholds."""
@@ -109,6 +116,7 @@ Event = (
     | RankLost
     | RankFormed
     | RankLeft
+    | LayoutWanted
     | Predicted
     | Tick
 )
@@ -180,11 +188,12 @@ class FormInstance:
 
 @dataclass(frozen=True)
 class DissolveInstance:
-    """The instance is lost. `told`: its leader, who tells the others; if that is dead, the others."""
+    """`told`: its leader, who tells the others; if that is dead, the others. `lost`: nobody wanted this."""
 
     instance: str
     told: tuple[RankId, ...]
     reason: str
+    lost: bool = True
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Outlook:
         """Whether the deadline can be kept at best (lowest threshold, alone, fastest instance); bool [n]."""
         at = np.arange(len(self.rows)), self.rows.index("bottom")
         alone = self.tokens[at] / self.steps[at]
-        degrees = {slot.tp_degree for slot in self._view.cluster.slots}
+        degrees = set(self._view.cluster.layout)
         step_s = self._view.costs.step_s_many(degrees.pop(), alone)
         for degree in degrees:
             step_s = np.minimum(step_s, self._view.costs.step_s_many(degree, alone))

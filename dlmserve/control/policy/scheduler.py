@@ -26,6 +26,7 @@ from dlmserve.control.policy.events import (
     Fail,
     Finish,
     FormInstance,
+    LayoutWanted,
     NodeLost,
     NodeUp,
     Predicted,
@@ -42,9 +43,10 @@ from dlmserve.control.policy.events import (
 from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.steering import Steering
+from dlmserve.control.policy.transition import Transition
 from dlmserve.control.policy.waiting import WaitingQueue
 from dlmserve.errors import ContextTooLong, DlmServeError, QueueFull, Unavailable, WorkerError
-from dlmserve.messages import Admit, Cancel, RequestStep, StepReport
+from dlmserve.messages import Admit, Cancel, Release, RequestStep, StepReport
 
 MAX_LOSSES = 3  # instances that may die under a request before it is taken for the cause
 
@@ -65,8 +67,10 @@ class Scheduler:
         self._config, self._policy = config, policy
         self._mask_id, self._max_model_len = mask_id, max_model_len
         self.cluster = Cluster(config.tp_layout, config.max_num_seqs, config.heartbeat_timeout_s)
+        self.transition = Transition(self.cluster)
         self.requests: dict[int, RequestState] = {}
         self.num_migrations = 0
+        self.num_reconfigurations = 0
         self._waiting = WaitingQueue()
         costs = costs or CostModel.from_preset("h100-measured")
         self.steering = Steering(
@@ -98,6 +102,8 @@ class Scheduler:
                 actions = self._node_up(node, num_devices)
             case NodeLost(node, reason):
                 actions = self._node_lost(now, node, reason)
+            case LayoutWanted(layout):
+                actions = self._layout_wanted(layout)
             case Predicted():
                 actions = self._predicted(event)
             case Tick():
@@ -105,6 +111,8 @@ class Scheduler:
         done = list(actions)
         if not isinstance(event, StepDone | Arrived | Cancelled | Predicted):
             done += self._reform(now)
+        if self.transition.active:
+            done += self._change_layout(now)
         done += self.steering.decide(now)
         return done
 
@@ -212,16 +220,19 @@ class Scheduler:
 
     def _rank_lost(self, now: float, event: RankLost) -> Iterator[Action]:
         yield from self._lost(now, self.cluster.remove_rank(event.rank, now, event.reason))
+        self.transition.look_again()
         if not event.exited:
             yield RestartRank(event.rank, event.reason)
 
     def _node_up(self, node: str, num_devices: int) -> Iterator[Action]:
         self.cluster.add_node(node, num_devices)
+        self.transition.look_again()
         yield from ()
 
     def _node_lost(self, now: float, node: str, reason: str) -> Iterator[Action]:
         for lost in self.cluster.remove_node(node, now, reason):
             yield from self._lost(now, lost)
+        self.transition.look_again()
 
     def _tick(self, now: float) -> Iterator[Action]:
         for rank in self.cluster.stuck_ranks(now):
@@ -252,6 +263,23 @@ class Scheduler:
             yield FormInstance(instance.name, instance.ranks)
         if self._waiting:
             yield from self._fail_waiting()
+
+    def _layout_wanted(self, layout: tuple[int, ...]) -> Iterator[Action]:
+        if self.transition.refusal(layout) is None and sorted(layout) != sorted(self.cluster.layout):
+            self.num_reconfigurations += 1
+            self.transition.want(layout)
+        yield from ()
+
+    def _change_layout(self, now: float) -> Iterator[Action]:
+        """The next step towards the wanted layout: requests are asked back, drained instances dissolved."""
+        for instance in self.transition.to_drain():
+            instance.draining = True
+            for number in instance.residents:
+                yield Send(instance.name, Release(number))
+        drained = [i for i in self.cluster.instances.values() if i.draining and not i.residents]
+        for instance in drained:
+            self.cluster.dissolve(instance.name, now)
+            yield DissolveInstance(instance.name, instance.ranks[:1], "the layout changes", lost=False)
 
     # ---- the waiting queue
 
