@@ -98,6 +98,10 @@ class Curve:
         """Seconds that one more token costs at this batch."""
         return self.scale * self._slope(self._segment(num_tokens))
 
+    def points(self) -> list[tuple[float, float]]:
+        """(packed tokens, seconds) of the profile's grid, as corrected by now."""
+        return [(tokens, self.step_s(tokens)) for tokens in self._tokens]
+
     def efficient_tokens(self, excess: float) -> float:
         """The smallest batch whose cost per token is at most `excess` times the least."""
         age = self._num_observed // STALE_REPORTS
@@ -189,6 +193,10 @@ class CostModel:
     def step_s_many(self, tp_degree: int, num_tokens: np.ndarray) -> np.ndarray:
         """The same for an array of batches, any shape."""
         return self._curve(tp_degree).step_s_many(num_tokens)
+
+    def points(self, tp_degree: int) -> list[tuple[float, float]]:
+        """The curve of a TP degree, as `from_profile` takes it."""
+        return self._curve(tp_degree).points()
 
     def line(self, tp_degree: int, num_tokens: float) -> tuple[float, float]:
         """(seconds of a step, seconds per token) of the tangent at this batch."""
