@@ -113,6 +113,11 @@ class HistoricalAverage:
         if self._num_finished > 200:
             self._num_finished, self._used = self._num_finished / 2, self._used / 2
 
+    @property
+    def share_used(self) -> float:
+        """Of their output, by the answers of late."""
+        return self._used / self._num_finished
+
     def tokens_per_step(self, thresholds: np.ndarray) -> np.ndarray:
         """float [T]. A threshold that was rarely used follows the published ratio to the others."""
         age, key = self._num_observed // STALE_STEPS, thresholds.tobytes()
@@ -141,7 +146,7 @@ class HistoricalAverage:
         self, output_length: np.ndarray, unmasked: np.ndarray, steps: np.ndarray, thresholds: np.ndarray
     ) -> np.ndarray:
         """The same from each request's tokens in all, tokens unmasked and steps done, [n]."""
-        usual = self._used / self._num_finished * output_length
+        usual = self.share_used * output_length
         # One that is past the usual end goes on for a part of what is left.
         tokens = np.maximum(usual - unmasked, 0.1 * (output_length - unmasked))
         speeds = self.tokens_per_step(thresholds)

@@ -1,0 +1,51 @@
+"""The workload monitor: rates and lengths by bin over a sliding window, in bounded memory."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlmserve.control.policy.workload import MAX_CLASSES, NUM_SLICES, WorkloadMonitor
+
+arrivals = st.lists(
+    st.tuples(st.floats(0, 300), st.integers(1, 9000), st.integers(1, 5000), st.none() | st.floats(0.1, 90)),
+    max_size=60,
+)
+
+
+def test_classes_are_bins_with_their_means() -> None:
+    monitor = WorkloadMonitor(window_s=10.0)
+    for at, prompt, output, slo_s in ((0.0, 10, 96, 2.0), (1.0, 30, 32, 4.0), (2.0, 300, 256, None)):
+        monitor.arrived(at, prompt, output, slo_s)
+    short, long = monitor.classes(2.0)
+    assert (short.prompt, short.output, short.slo_s) == (20.0, 64.0, 3.0)
+    assert (long.prompt, long.output, long.slo_s) == (300.0, 256.0, None)
+    assert short.rps == pytest.approx(1.0) and long.rps == pytest.approx(0.5)
+
+
+def test_what_is_older_than_the_window_does_not_count() -> None:
+    monitor = WorkloadMonitor(window_s=10.0)
+    for second in range(30):
+        monitor.arrived(float(second), 10 if second < 15 else 1000, 32, None)
+    [only] = monitor.classes(30.0)
+    assert only.prompt == 1000.0
+    assert only.rps == pytest.approx(1.0, rel=0.15)
+    assert monitor.classes(100.0) == []
+
+
+@given(arrivals)
+def test_no_arrival_is_lost_and_classes_stay_few(load: list) -> None:
+    monitor = WorkloadMonitor(window_s=1e6)
+    for at, prompt, output, slo_s in sorted(load, key=lambda each: each[0]):
+        monitor.arrived(at, prompt, output, slo_s)
+    classes = monitor.classes(300.0)
+    assert len(classes) <= MAX_CLASSES
+    assert sum(each.rps for each in classes) * 1e6 / NUM_SLICES == pytest.approx(len(load))
+    tokens = sum(each.rps * (each.prompt + each.output) for each in classes) * 1e6 / NUM_SLICES
+    assert tokens == pytest.approx(sum(prompt + output for _, prompt, output, _ in load))
+
+
+def test_memory_does_not_grow_with_the_rate() -> None:
+    monitor = WorkloadMonitor(window_s=10.0)
+    for i in range(5000):
+        monitor.arrived(i * 0.01, i % 3000, i % 900 + 1, 1.0)
+    assert len(monitor._slices) <= NUM_SLICES + 1
