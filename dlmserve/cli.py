@@ -15,6 +15,7 @@ EPILOG = """commands:
   serve     serve a model over HTTP (the default)
   generate  answer one prompt in the terminal, the canvas filling in as you watch
   simulate  policies on a simulated cluster of GPUs
+  plan      which layout for which load
 
 `dlmserve COMMAND --help` lists a command's options."""
 
@@ -60,6 +61,12 @@ def simulate(argv: list[str]) -> int:
     from dlmserve.simulate import run_simulate, simulate_parser
 
     return run_simulate(simulate_parser().parse(argv))
+
+
+def plan(argv: list[str]) -> int:
+    from dlmserve.plan import plan_parser, run_plan
+
+    return run_plan(plan_parser().parse(argv))
 
 
 def _generate_parser() -> Parser:
@@ -116,4 +123,9 @@ def _choice(group: argparse._ArgumentGroup, name: str, options: tuple[str, ...])
     group.add_argument(name, choices=options, default=options[0], help=f"default: {options[0]}")
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"serve": serve, "generate": generate, "simulate": simulate}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": serve,
+    "generate": generate,
+    "simulate": simulate,
+    "plan": plan,
+}
