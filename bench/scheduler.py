@@ -1,84 +1,146 @@
-"""How long the scheduler takes to digest one StepReport of 32 requests, by the number of instances.
+"""How long the scheduler takes to digest one StepReport of 32 requests, by policy and number of instances.
 
-Run: python -m bench.scheduler. Two kinds of report: a plain one (tokens only), and one that finishes a
-request while others wait for its place. To compare with (TeDiServe's scheduler, per decision): 0.6-0.9 ms at
-4-8 instances, 2.7 ms at 32, 8.1 ms at 96.
+Run: python -m bench.scheduler [--policies infaas,dlmserve]. Every instance is full, with a queue behind all of
+them; the instances report in turn, each every STEP_S of virtual time, with a Tick every TICK_S as in the head.
+Two kinds of report: a plain one (tokens only), and one that finishes a request while others wait for its
+place. A finished request is replaced by an arrival, so the load stays what it is. Times are CPU seconds of this
+thread: what other processes do does not count. Ticks and arrivals are timed on their own.
+
+To compare with (TeDiServe's scheduler, per decision): 0.6-0.9 ms at 4-8 instances, 2.7 ms at 32, 8.1 at 96.
 """
 
+import argparse
+import gc
 import itertools
 import time
 
 import numpy as np
 
+from bench import report
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import RankId
-from dlmserve.control.policy.events import Arrived, NodeUp, RankFormed, RankUp, StepDone
-from dlmserve.control.policy.policies import make_policy
+from dlmserve.control.policy.events import Arrived, Event, NodeUp, RankFormed, RankUp, StepDone, Tick
+from dlmserve.control.policy.policies import POLICIES, make_policy
 from dlmserve.control.policy.request import RequestSpec
-from dlmserve.control.policy.scheduler import Scheduler
+from dlmserve.control.policy.scheduler import TICK_S, Scheduler
 from dlmserve.messages import Decoding, RequestStep, StepReport
 
 MASK = 126336
 NUM_RESIDENTS, NUM_WAITING = 32, 256
 PROMPT, OUTPUT, BLOCK = 1075, 256, 32
 NUM_REPORTS = 2000
+STEP_S = 0.1
+SLO_S = 60.0
+NUM_TOKENS = 3_000  # packed tokens of a step
+POLICY_OPTIONS = {"dlmserve": {"efficient_batch": 0.0}}  # it would take fewer residents than 32
+OUTPUT_FILE = "bench/results/scheduler.json"
 
 
-def make_scheduler(num_instances: int) -> Scheduler:
-    """Every instance full, a queue behind them."""
-    config = ServerConfig(tp_layout=(1,) * num_instances, max_num_seqs=NUM_RESIDENTS)
-    scheduler = Scheduler(config, make_policy(config), MASK, max_model_len=4096)
-    scheduler.on_event(0.0, NodeUp("n", num_instances))
-    for device in range(num_instances):
-        scheduler.on_event(0.0, RankUp(RankId("n", device, 1), "plan"))
-    for name in list(scheduler.cluster.instances):
-        scheduler.on_event(0.0, RankFormed(name, 0, num_pages=10_000))
-    canvas = [1] * PROMPT + [MASK] * OUTPUT
-    spec = RequestSpec("r", canvas, PROMPT, len(canvas), len(canvas), Decoding(block_length=BLOCK))
-    for number in range(num_instances * NUM_RESIDENTS + NUM_WAITING):
-        scheduler.on_event(0.0, Arrived(number, spec))
-    return scheduler
+class Load:
+    """A scheduler whose every instance is full, and what its instances report next."""
 
+    def __init__(self, policy: str, num_instances: int) -> None:
+        options = POLICY_OPTIONS.get(policy, {})
+        config = ServerConfig(
+            tp_layout=(1,) * num_instances,
+            policy=policy,
+            policy_options=options,
+            max_num_seqs=NUM_RESIDENTS,
+            max_resident_tokens=10**9,
+        )
+        self.scheduler = Scheduler(config, make_policy(config), MASK, max_model_len=4096)
+        self._numbers = itertools.count()
+        self._sequence = itertools.count()
+        self._feed(NodeUp("n", num_instances))
+        for device in range(num_instances):
+            self._feed(RankUp(RankId("n", device, 1), "plan"))
+        for name in list(self.scheduler.cluster.instances):
+            self._feed(RankFormed(name, 0, num_pages=10_000))
+        for _ in range(num_instances * NUM_RESIDENTS + NUM_WAITING):
+            self.arrive(0.0)
 
-def make_report(scheduler: Scheduler, name: str, seq: int, num_finished: int) -> StepReport:
-    """Four tokens for each resident; the first `num_finished` of them are done then."""
-    steps = []
-    for i, number in enumerate(scheduler.cluster.instances[name].residents):
-        canvas = scheduler.requests[number].canvas
-        masked = [column for column in range(PROMPT, PROMPT + OUTPUT) if canvas[column] == MASK]
-        finished = "length" if i < num_finished or len(masked) <= 4 else ""
-        chosen = masked[:4]
-        block = (chosen[0] - PROMPT) // BLOCK
-        values = [0.9] * len(chosen)
-        steps.append(RequestStep(number, False, block, 0.9, chosen, [7] * len(chosen), values, finished))
-    return StepReport(name, seq, 0.02, 0.0, 1024, 0, steps, [], [])
+    def _feed(self, event: Event, now: float = 0.0) -> None:
+        self.scheduler.on_event(now, event)
 
+    def arrive(self, now: float) -> float:
+        """Seconds that an arrival takes."""
+        canvas = [1] * PROMPT + [MASK] * OUTPUT
+        decoding = Decoding(block_length=BLOCK)
+        spec = RequestSpec("r", canvas, PROMPT, len(canvas), len(canvas), decoding, slo_s=SLO_S)
+        return self.timed(Arrived(next(self._numbers), spec), now)
 
-def time_reports(num_instances: int, num_finished: int) -> np.ndarray:
-    """CPU seconds of each on_event (other processes do not count), the instances reporting in turn."""
-    scheduler = make_scheduler(num_instances)
-    names = itertools.cycle(list(scheduler.cluster.instances))
-    numbers = itertools.count(1_000_000)
-    durations_s = []
-    for seq, name in zip(range(NUM_REPORTS), names, strict=False):
-        event = StepDone(make_report(scheduler, name, seq, num_finished))
-        while scheduler.num_waiting < NUM_WAITING:
-            spec = next(iter(scheduler.requests.values())).spec
-            scheduler.on_event(0.0, Arrived(next(numbers), spec))
+    def timed(self, event: Event, now: float) -> float:
         began_at = time.thread_time()
-        scheduler.on_event(1.0, event)
-        durations_s.append(time.thread_time() - began_at)
-    scheduler.check()
-    return np.array(durations_s)
+        self.scheduler.on_event(now, event)
+        return time.thread_time() - began_at
+
+    def report(self, name: str, num_finished: int) -> StepDone:
+        """Four tokens for each resident; the first `num_finished` of them are done then."""
+        steps = []
+        for i, number in enumerate(self.scheduler.cluster.instances[name].residents):
+            request = self.scheduler.requests[number]
+            first = PROMPT + request.num_unmasked
+            chosen = list(range(first, min(first + 4, PROMPT + OUTPUT)))
+            finished = "length" if i < num_finished or chosen[-1] == PROMPT + OUTPUT - 1 else ""
+            block = (first - PROMPT) // BLOCK
+            values = [0.9] * len(chosen)
+            threshold = request.threshold
+            steps.append(
+                RequestStep(
+                    number, first % BLOCK == 0, block, threshold, chosen, [7] * len(chosen), values, finished
+                )
+            )
+        return StepDone(StepReport(name, next(self._sequence), STEP_S, 0.0, NUM_TOKENS, 0, steps, [], []))
+
+
+def measure(policy: str, num_instances: int, num_finished: int) -> dict[str, dict[str, float]]:
+    """Percentiles in us, by kind of event."""
+    load = Load(policy, num_instances)
+    names = itertools.cycle(list(load.scheduler.cluster.instances))
+    spent: dict[str, list[float]] = {"report": [], "tick": [], "arrival": []}
+    now = ticked_at = 0.0
+    gc.collect()
+    gc.freeze()
+    for name in itertools.islice(names, NUM_REPORTS):
+        now += STEP_S / num_instances
+        event = load.report(name, num_finished)
+        spent["report"].append(load.timed(event, now))
+        if now >= ticked_at + TICK_S:
+            ticked_at = now
+            spent["tick"].append(load.timed(Tick(), now))
+        while load.scheduler.num_waiting < NUM_WAITING:
+            spent["arrival"].append(load.arrive(now))
+    load.scheduler.check()
+    return {kind: percentiles(values) for kind, values in spent.items() if values}
+
+
+def percentiles(durations_s: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(np.array(durations_s) * 1e6, [50, 99])
+    return {"mean": float(np.mean(durations_s)) * 1e6, "p50": float(p50), "p99": float(p99)}
 
 
 def main() -> None:
-    print(f"one StepReport of {NUM_RESIDENTS} requests, {NUM_WAITING} waiting; time in us")
-    print(f"{'instances':>9} {'report':>16} {'p50':>7} {'p99':>7}")
-    for num_instances in (16, 96):
-        for kind, num_finished in (("tokens only", 0), ("one finishes", 1)):
-            p50, p99 = np.percentile(time_reports(num_instances, num_finished) * 1e6, [50, 99])
-            print(f"{num_instances:>9} {kind:>16} {p50:>7.0f} {p99:>7.0f}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", default=",".join(POLICIES), help="with commas between (default: all)")
+    parser.add_argument("--instances", default="16,96", help="with commas between (default: 16,96)")
+    args = parser.parse_args()
+    print(f"one StepReport of {NUM_RESIDENTS} requests, {NUM_WAITING} waiting; time in us: p50 / p99")
+    print(f"{'instances':>9} {'policy':>10} {'report':>16} {'StepReport':>15} {'Tick':>15} {'Arrived':>15}")
+    results = []
+    for num_instances in map(int, args.instances.split(",")):
+        for policy in args.policies.split(","):
+            for kind, num_finished in (("tokens only", 0), ("one finishes", 1)):
+                spent = measure(policy, num_instances, num_finished)
+                results.append({"instances": num_instances, "policy": policy, "report": kind, "us": spent})
+                cells = [f"{each['p50']:.0f} / {each['p99']:.0f}" for each in spent.values()]
+                print(
+                    f"{num_instances:>9} {policy:>10} {kind:>16} "
+                    + " ".join(f"{cell:>15}" for cell in cells),
+                    flush=True,
+                )
+    report.write(OUTPUT_FILE, 0, results)
 
 
 if __name__ == "__main__":

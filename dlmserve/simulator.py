@@ -37,7 +37,7 @@ from dlmserve.control.policy.events import (
 from dlmserve.control.policy.policies import make_policy
 from dlmserve.control.policy.predictions import Progress, features
 from dlmserve.control.policy.request import RequestSpec
-from dlmserve.control.policy.scheduler import Scheduler
+from dlmserve.control.policy.scheduler import TICK_S, Scheduler
 from dlmserve.messages import Command, Decoding, StepReport
 from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
 from dlmserve.simulation.results import Ledger
@@ -48,7 +48,6 @@ from dlmserve.simulation.workloads import Job
 
 PredictorName = Literal["catboost", "average", "oracle"]
 
-TICK_S = 0.5
 EMPTY_STEP_S = 1e-4  # a step that only gives requests back
 
 

@@ -46,7 +46,7 @@ from dlmserve.control.policy.events import (
 )
 from dlmserve.control.policy.policies import make_policy
 from dlmserve.control.policy.request import CancelOutcome, RequestSpec, Sink, Summary
-from dlmserve.control.policy.scheduler import Scheduler
+from dlmserve.control.policy.scheduler import TICK_S, Scheduler
 from dlmserve.control.policy.step_predictor import CatBoostPredictor
 from dlmserve.control.predictor import PredictorThread
 from dlmserve.control.wire import FormMaker, agent_identity, to_event
@@ -64,7 +64,6 @@ from dlmserve.messages import (
 from dlmserve.messages import RestartRank as RestartRankMessage
 
 LOCAL_NODE = "local"
-TICK_S = 0.5
 STOP_S = 5.0  # for an agent and its ranks to end when asked to
 
 log = logging.getLogger("dlmserve.head")

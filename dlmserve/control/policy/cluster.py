@@ -135,10 +135,10 @@ class Cluster:
     def serving(self) -> list[Instance]:
         return [instance for instance in self.instances.values() if instance.serving]
 
-    def could_hold(self, num_pages: int) -> bool:
-        """Whether some instance has that many pages in all, or may have once it is formed."""
-        wanted = (slot for slot in self.slots if slot.wanted)
-        return any(slot.num_pages is None or num_pages <= slot.num_pages for slot in wanted)
+    def most_pages(self) -> float:
+        """That some instance has in all, infinite where one may have any number once it is formed."""
+        pages = (math.inf if slot.num_pages is None else slot.num_pages for slot in self.slots if slot.wanted)
+        return max(pages, default=-1)
 
     def failure(self) -> str | None:
         """Why no instance serves and, by all that is known, none will; None while there is hope."""

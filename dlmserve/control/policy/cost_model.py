@@ -8,7 +8,7 @@ Sources: `h100-measured` is LLaDA-8B on H100s from the profiles in the TeDiServe
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,6 +197,14 @@ class CostModel:
     def points(self, tp_degree: int) -> list[tuple[float, float]]:
         """The curve of a TP degree, as `from_profile` takes it."""
         return self._curve(tp_degree).points()
+
+    def step_s_each(self, tp_degrees: Sequence[int], num_tokens: np.ndarray) -> np.ndarray:
+        """The same for batches [n] of instances with these TP degrees [n]."""
+        distinct = set(tp_degrees)
+        if len(distinct) == 1:
+            return self.step_s_many(tp_degrees[0], num_tokens)
+        step_s = {degree: self.step_s_many(degree, num_tokens) for degree in distinct}
+        return np.array([step_s[degree][at] for at, degree in enumerate(tp_degrees)])
 
     def line(self, tp_degree: int, num_tokens: float) -> tuple[float, float]:
         """(seconds of a step, seconds per token) of the tangent at this batch."""

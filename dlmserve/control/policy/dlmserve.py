@@ -11,19 +11,19 @@
 The number of residents is bounded by KV memory, not by 8192 tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import Instance
-from dlmserve.control.policy.outlook import Outlook, all_residents, residents_of
+from dlmserve.control.policy.outlook import Outlook, all_residents, all_waiting, residents_of
 from dlmserve.control.policy.rebalance import Limits, look_ahead
 from dlmserve.control.policy.remaining import Rows
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.slo_policy import SloPolicy
 from dlmserve.control.policy.threshold import deadline_limits, greedy_caps, level_caps
-from dlmserve.control.policy.view import Move, View
+from dlmserve.control.policy.view import Move, Room, View
 
 REBALANCE_S = 0.5
 LIMITS = Limits(min_gain=0.1, min_gain_s=0.2, cool_down_s=3.0, max_moves=2)
@@ -63,57 +63,60 @@ class Dlmserve(SloPolicy):
     # ---- placement
 
     def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
-        outlook = self.outlook(view, residents_of(view, view.changed_slots))
+        room = view.room(self.max_resident_tokens)
+        if not room:
+            return
+        self._update_batches(view)
+        waiting = self.outlook(view, all_waiting(view))
+        rows = waiting.rows
+        needs = np.stack((rows["num_pages"], rows["whole_tokens"], waiting.step_tokens), axis=1)
+        free = self._free(view, room)
+        order = _fitting(self._order(now, view, waiting), needs, free)
+        while len(order):
+            at, order = int(order[0]), order[1:]
+            fits = (needs[at] <= free).all(axis=1)
+            if not fits.any():
+                continue
+            instance = room[self._shortest_step(view, room, fits, float(needs[at, 2]))].instance
+            yield view.requests[int(rows["number"][at])], instance
+            self._batches[instance.slot.index] += needs[at, 2]
+            room = view.room(self.max_resident_tokens)
+            free = self._free(view, room)
+            order = _fitting(order, needs, free)
+
+    def _update_batches(self, view: View) -> None:
+        """Of the instances whose residents or predictions have changed."""
         num_new = len(view.cluster.slots) - len(self._batches)  # another layout is wanted
         self._batches = np.append(self._batches, np.zeros(max(0, num_new)))
         slots = [slot for slot in view.changed_slots if slot >= 0]
-        self._batches[slots] = outlook.batches()[slots]
-        numbers = view.waiting()
-        waiting = self.outlook(view, view.work.rows(numbers))
-        tokens = waiting.step_tokens
-        open_to = {i.name: i for i in view.cluster.serving() if len(i.residents) < i.max_num_seqs}
-        for at in self._order(now, view, waiting):
-            if not open_to:
-                return
-            request = view.requests[numbers[at]]
-            instance = self._choose(view, request, float(tokens[at]), list(open_to.values()))
-            if instance is None:
-                continue
-            yield request, instance
-            self._batches[instance.slot.index] += tokens[at]
-            if len(instance.residents) >= instance.max_num_seqs:
-                del open_to[instance.name]
+        self._batches[slots] = self.outlook(view, residents_of(view, slots)).batches()[slots]
+
+    def _free(self, view: View, room: list[Room]) -> np.ndarray:
+        """(KV pages, tokens of canvases, tokens of a step) that each instance still takes, float [room, 3]."""
+        free = np.array([(each.pages, each.tokens, np.inf) for each in room]).reshape(len(room), 3)
+        if self.options["efficient_batch"]:
+            for row, each in zip(free, room, strict=True):
+                if each.instance.residents:
+                    most = view.costs.efficient_tokens(each.instance.tp_degree, INEFFICIENCY)
+                    row[2] = most - self._batches[each.instance.slot.index]
+        return free
 
     def _order(self, now: float, view: View, waiting: Outlook) -> np.ndarray:
-        """Indices of the waiting requests; those that had started keep their turn."""
+        """Indices of the waiting requests, the first to serve first; those that had started keep their turn."""
         rows = waiting.rows
-        if not self.options["least_slack"]:
-            return np.arange(len(rows))
-        started = rows["steps"] > 0
-        degree = min((i.tp_degree for i in view.cluster.serving()), default=1)
-        step_s = view.costs.step_s(degree, float(self._batches.max(initial=0.0)))
-        latest_start = rows["deadline"] - waiting.steps[np.arange(len(rows)), rows.index("cap")] * step_s
-        lost = ~waiting.savable(now)
-        return np.lexsort((rows["number"], latest_start, lost, -rows["priority"], ~started))
+        keys = [rows["number"]]
+        if self.options["least_slack"]:
+            degree = min(instance.tp_degree for instance in view.cluster.serving())
+            step_s = view.costs.step_s(degree, float(self._batches.max(initial=0.0)))
+            steps = waiting.steps[np.arange(len(rows)), rows.index("cap")]
+            keys += [rows["deadline"] - steps * step_s, ~waiting.savable(now)]
+        return np.lexsort((*keys, -rows["priority"], rows["steps"] == 0))
 
-    def _choose(
-        self, view: View, request: RequestState, tokens: float, instances: list[Instance]
-    ) -> Instance | None:
-        """The shortest step with the request on it, among those that have room and stay efficient."""
-        best, best_s = None, np.inf
-        for instance in instances:
-            batch = float(self._batches[instance.slot.index]) + tokens
-            step_s = view.costs.step_s(instance.tp_degree, batch)
-            if step_s < best_s and self._takes(view, instance, request, batch):
-                best, best_s = instance, step_s
-        return best
-
-    def _takes(self, view: View, instance: Instance, request: RequestState, batch: float) -> bool:
-        if not view.has_room(instance, request, self.max_resident_tokens):
-            return False
-        if not self.options["efficient_batch"] or not instance.residents:
-            return True
-        return batch <= view.costs.efficient_tokens(instance.tp_degree, INEFFICIENCY)
+    def _shortest_step(self, view: View, room: list[Room], fits: np.ndarray, tokens: float) -> int:
+        """Index of the instance, among those that fit, whose step is the shortest with the request on it."""
+        batches = self._batches[[each.instance.slot.index for each in room]] + tokens
+        degrees = [each.instance.tp_degree for each in room]
+        return int(np.where(fits, view.costs.step_s_each(degrees, batches), np.inf).argmin())
 
     def refresh_blocks(self, request: RequestState) -> int:
         usual = request.spec.decoding.refresh_blocks
@@ -190,9 +193,14 @@ class Dlmserve(SloPolicy):
 
     # ---- moves
 
-    def moves(self, now: float, view: View) -> Sequence[Move]:
+    def moves(self, now: float, view: View) -> Iterable[Move]:
         if now < self._rebalanced_at + REBALANCE_S or len(view.cluster.slots) < 2:
             return ()
         self._rebalanced_at = now
         outlook = self.outlook(view, all_residents(view))
         return look_ahead(now, view, outlook, self.max_resident_tokens, LIMITS)
+
+
+def _fitting(order: np.ndarray, needs: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Those of `order` that some instance may have room for."""
+    return order[(needs[order] <= free.max(axis=0, initial=-1.0)).all(axis=1)]

@@ -6,6 +6,7 @@ test does the same with whatever it likes.
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from dlmserve.control.policy.cluster import RankId
@@ -147,8 +148,7 @@ class Predict:
     progress: tuple[Progress, ...]
 
 
-@dataclass(frozen=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """`age_s`: since the request arrived."""
 
     request: int

@@ -6,8 +6,10 @@ baseline of the TeDiServe paper (arXiv 2606.29094) has it. The threshold is fixe
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from dlmserve.control.policy.cluster import Instance
-from dlmserve.control.policy.outlook import residents_of
+from dlmserve.control.policy.outlook import residents_of, step_times
 from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.remaining import STAYING
 from dlmserve.control.policy.view import Decision, Move, View
@@ -25,41 +27,40 @@ def greedy_moves(view: View, max_tokens: int | None, margin: float) -> Iterator[
 
     A step's latency is taken for a batch of all assigned tokens, after the move there and before it here.
     """
-    if not view.stepped_slots:
-        return
-    serving = [instance for instance in view.cluster.instances.values() if instance.serving]
+    serving = view.cluster.serving() if view.stepped_slots else []
     if len(serving) < 2:
         return
-    tokens = _tokens_after_moves(view, serving)
-    step_s = {i.name: view.costs.step_s(i.tp_degree, tokens[i.name]) for i in serving}
-    target = min(serving, key=lambda instance: step_s[instance.name])
+    slots = np.array([instance.slot.index for instance in serving])
+    tokens = _tokens_after_moves(view)
+    step_s = step_times(view, tokens)
+    target = serving[int(step_s[slots].argmin())]
     for number in _near_block_start(view):
         request = view.requests[number]
-        source = view.cluster.instances[request.instance or ""]
-        there = view.costs.step_s(target.tp_degree, tokens[target.name] + len(request.canvas))
-        if source is target or there >= step_s[source.name] * (1 - margin):
+        source, num_tokens = view.cluster.instances[request.instance or ""], len(request.canvas)
+        here, there = source.slot.index, target.slot.index
+        there_s = view.costs.step_s(target.tp_degree, tokens[there] + num_tokens)
+        if source is target or there_s >= step_s[here] * (1 - margin):
             continue
         if not view.has_room(target, request, max_tokens):
             continue
         yield Move(number, target.name)
-        for instance, change in ((source, -len(request.canvas)), (target, len(request.canvas))):
-            tokens[instance.name] += change
-            step_s[instance.name] = view.costs.step_s(instance.tp_degree, tokens[instance.name])
-        target = min(serving, key=lambda instance: step_s[instance.name])
+        tokens[here] -= num_tokens
+        tokens[there] += num_tokens
+        step_s = step_times(view, tokens)
+        target = serving[int(step_s[slots].argmin())]
 
 
-def _tokens_after_moves(view: View, serving: list[Instance]) -> dict[str, int]:
-    """Assigned tokens by instance, once those that were asked back have moved."""
-    tokens = {instance.name: instance.num_tokens for instance in serving}
+def _tokens_after_moves(view: View) -> np.ndarray:
+    """Assigned tokens of each slot's instance, float [slots], once those that were asked back have moved."""
+    tokens = np.zeros(len(view.cluster.slots))
+    for instance in view.cluster.serving():
+        tokens[instance.slot.index] = instance.num_tokens
     rows = view.work.rows()
-    for number in rows.index("number")[rows["going_to"] != STAYING].tolist():
-        request = view.requests[number]
-        for name, change in (
-            (request.instance, -len(request.canvas)),
-            (request.moving_to, len(request.canvas)),
-        ):
-            if name in tokens:
-                tokens[name] += change
+    going = np.flatnonzero(rows["going_to"] != STAYING)
+    if len(going):
+        moved = rows["whole_tokens"][going]
+        np.subtract.at(tokens, rows["slot"][going].astype(int), moved)
+        np.add.at(tokens, rows["going_to"][going].astype(int), moved)
     return tokens
 
 
@@ -74,10 +75,8 @@ def _near_block_start(view: View) -> list[int]:
     return rows.index("number")[near].tolist()
 
 
-def fastest_after(view: View, instances: list[Instance], num_tokens: int) -> Instance | None:
+def fastest_after(view: View, instances: list[Instance], num_tokens: int) -> Instance:
     """The instance whose step is the shortest once it has taken on so many tokens."""
     return min(
-        instances,
-        key=lambda i: (view.costs.step_s(i.tp_degree, i.num_tokens + num_tokens), i.num_tokens),
-        default=None,
+        instances, key=lambda i: (view.costs.step_s(i.tp_degree, i.num_tokens + num_tokens), i.num_tokens)
     )

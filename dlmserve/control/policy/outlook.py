@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dlmserve.control.policy.remaining import Rows
+from dlmserve.control.policy.remaining import WAITING, Rows
 from dlmserve.control.policy.threshold import OPTIMISM
 from dlmserve.control.policy.view import View
 
@@ -66,21 +66,19 @@ class Outlook:
 
 def step_times(view: View, batches: np.ndarray) -> np.ndarray:
     """Seconds of a step of each slot's instance at these packed tokens, float [slots]."""
-    degrees = [slot.tp_degree for slot in view.cluster.slots]
-    if len(set(degrees)) == 1:
-        return view.costs.step_s_many(degrees[0], batches)
-    step_s = {degree: view.costs.step_s_many(degree, batches) for degree in set(degrees)}
-    return np.array([step_s[degree][slot] for slot, degree in enumerate(degrees)])
+    return view.costs.step_s_each([slot.tp_degree for slot in view.cluster.slots], batches)
 
 
 def residents_of(view: View, slots: Iterable[int]) -> Rows:
-    """The rows of the requests on these slots' instances."""
-    slot = view.work.rows()["slot"]
-    resident = np.zeros(len(slot), dtype=bool)
-    for each in slots:
-        resident |= (slot == each) & (slot >= 0)
-    return view.work.take(np.flatnonzero(resident))
+    """The rows of the requests on these slots' instances; WAITING among the slots is nobody's."""
+    names = [view.cluster.slots[int(slot)].instance for slot in slots if slot >= 0]
+    instances = [view.cluster.instances[name] for name in names if name]
+    return view.work.rows([number for instance in instances for number in instance.residents])
 
 
 def all_residents(view: View) -> Rows:
     return view.work.take(np.flatnonzero(view.work.rows()["slot"] >= 0))
+
+
+def all_waiting(view: View) -> Rows:
+    return view.work.take(np.flatnonzero(view.work.rows()["slot"] == WAITING))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import Instance
 from dlmserve.control.policy.request import RequestState
-from dlmserve.control.policy.view import NOTHING, Decision, View
+from dlmserve.control.policy.view import NOTHING, Decision, Room, View
 
 PAPER_RESIDENT_TOKENS = 8192  # per instance: the limit of the TeDiServe paper's runs
 
@@ -38,26 +38,20 @@ class Policy:
 
         Whoever fits is placed, in the queue's order: one that does not fit does not hold up smaller ones.
         """
-        blocked: list[tuple[int, int]] = []  # (pages, tokens) that no instance has room for
-        for number in view.waiting():
-            request = view.requests[number]
-            pages, tokens = request.num_pages, len(request.canvas)
-            if any(pages >= least[0] and tokens >= least[1] for least in blocked):
+        room = view.room(self.max_resident_tokens)
+        most_pages, most_tokens = _most(room)
+        for _, number, pages, tokens in view.waiting.entries():
+            if pages > most_pages or tokens > most_tokens:
                 continue
-            instance = self.choose(now, request, view)
-            if instance is None:
-                blocked = [(pages, tokens), *blocked[:3]]
-            else:
-                yield request, instance
+            having_room = [each.instance for each in room if pages <= each.pages and tokens <= each.tokens]
+            if having_room:
+                yield view.requests[number], self.choose(view, having_room, tokens)
+                room = view.room(self.max_resident_tokens)
+                most_pages, most_tokens = _most(room)
 
-    def choose(self, now: float, request: RequestState, view: View) -> Instance | None:
-        """The instance with the least assigned tokens that has room."""
-        having_room = [
-            instance
-            for instance in view.cluster.instances.values()
-            if view.has_room(instance, request, self.max_resident_tokens)
-        ]
-        return min(having_room, key=lambda instance: instance.num_tokens, default=None)
+    def choose(self, view: View, instances: list[Instance], num_tokens: int) -> Instance:
+        """Of those that have room for a canvas of so many tokens, the one with the least assigned tokens."""
+        return min(instances, key=lambda instance: instance.num_tokens)
 
     def level(self, now: float, request: RequestState, instance: Instance, view: View) -> int:
         """Index of the threshold that a request starts with (asked only where the client did not fix it)."""
@@ -68,5 +62,14 @@ class Policy:
         return request.spec.decoding.refresh_blocks
 
     def decide(self, now: float, view: View) -> Decision:
-        """After every event, once it is in the books."""
+        """After every event, once it is in the books: what concerns the instances that it changed."""
         return NOTHING
+
+    def control(self, now: float, view: View) -> Decision | None:
+        """In place of `decide`, after events other than steps: what concerns all requests. None: not yet."""
+        return None
+
+
+def _most(room: list[Room]) -> tuple[float, float]:
+    """(pages, tokens) that no instance has more of."""
+    return max((each.pages for each in room), default=-1), max((each.tokens for each in room), default=-1)

@@ -36,10 +36,12 @@ class Proteus(Policy):
 
     def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
         """As the base; every arrival passes through here once, whether it is placed or has to wait."""
-        for number in view.waiting():
-            if number > self._newest:
-                request, self._newest = view.requests[number], number
+        newest = self._newest
+        for entry in view.waiting.entries():
+            if entry.number > newest:
+                request = view.requests[entry.number]
                 self._recent.append((request.arrived_at, len(request.canvas), request.output_length))
+                self._newest = max(self._newest, entry.number)
         while self._recent and self._recent[0][0] < now - SOLVE_S:
             self._recent.popleft()
         return super().placements(now, view)

@@ -13,10 +13,11 @@ from dlmserve.control.policy.request import RequestState
 
 COLUMNS = (
     "number", "priority", "deadline", "slo_s", "top", "bottom", "cap", "current", "block_length",
-    "masks_in_block", "whole_tokens", "response_tokens", "refresh_blocks", "recomputes", "steps",
+    "masks_in_block", "num_pages", "whole_tokens", "response_tokens", "refresh_blocks", "recomputes", "steps",
     "predicted_at", "slot", "moved_at", "going_to",
 )  # fmt: skip
 _INDEX = {name: i for i, name in enumerate(COLUMNS)}
+_PROGRESS = np.array([[_INDEX[name]] for name in ("steps", "recomputes", "masks_in_block")])
 WAITING = -1.0  # in the column `slot`
 STAYING = -1.0  # in the column `going_to`, otherwise the slot that it will move to
 
@@ -119,7 +120,8 @@ class RemainingWork:
             "cap": top,
             "current": top,
             "block_length": spec.decoding.block_length,
-            "masks_in_block": spec.decoding.block_length,
+            "masks_in_block": request.masks_in_block,
+            "num_pages": request.num_pages,
             "whole_tokens": len(request.canvas),
             "response_tokens": len(request.canvas) - spec.output_start,
             "refresh_blocks": request.refresh_blocks,
@@ -157,13 +159,10 @@ class RemainingWork:
     def proceed(self, requests: list[RequestState]) -> None:
         """These have made a step."""
         rows = [self._row_of[request.number] for request in requests]
-        steps, recomputes, in_block = np.array(
-            [(each.steps, each.recomputes_left, each.num_unmasked_in_block) for each in requests]
-        ).T
-        self._columns[_INDEX["steps"], rows] = steps
-        self._columns[_INDEX["recomputes"], rows] = recomputes
-        left = self._columns[_INDEX["block_length"], rows] - in_block
-        self._columns[_INDEX["masks_in_block"], rows] = left
+        values = [request.steps for request in requests]
+        values += [request.recomputes_left for request in requests]
+        values += [request.masks_in_block for request in requests]
+        self._columns[_PROGRESS, rows] = np.array(values, dtype=float).reshape(3, len(rows))
 
     def remove(self, number: int) -> None:
         row, last = self._row_of.pop(number), len(self._row_of)

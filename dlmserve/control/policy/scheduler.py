@@ -46,8 +46,9 @@ from dlmserve.control.policy.steering import Steering
 from dlmserve.control.policy.transition import Transition
 from dlmserve.control.policy.waiting import WaitingQueue
 from dlmserve.errors import ContextTooLong, DlmServeError, QueueFull, Unavailable, WorkerError
-from dlmserve.messages import Admit, Cancel, Release, RequestStep, StepReport
+from dlmserve.messages import Admit, Cancel, Release, StepReport
 
+TICK_S = 0.1  # how often its owner feeds it a Tick
 MAX_LOSSES = 3  # instances that may die under a request before it is taken for the cause
 
 
@@ -74,7 +75,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         costs = costs or CostModel.from_preset("h100-measured")
         self.steering = Steering(
-            config, policy, costs, self.cluster, self.requests, self._waiting.numbers, asks_predictor
+            config, policy, costs, self.cluster, self.requests, self._waiting, asks_predictor
         )
 
     @property
@@ -113,7 +114,8 @@ class Scheduler:
             done += self._reform(now)
         if self.transition.active:
             done += self._change_layout(now)
-        done += self.steering.decide(now)
+        # Load control takes too long to be on the way of a step's tokens.
+        done += self.steering.decide(now, may_control=not isinstance(event, StepDone))
         return done
 
     # ---- requests come and go
@@ -138,7 +140,7 @@ class Scheduler:
                 f"prompt and output need {length} tokens (whole blocks); the model's context has "
                 f"{self._max_model_len}: shorten the prompt or ask for fewer tokens"
             )
-        if not self.cluster.could_hold(request.num_pages):
+        if request.num_pages > self.cluster.most_pages():
             return self._no_pages(request)
         if failure:
             return Unavailable(f"no model instance serves: {failure}")
@@ -173,8 +175,16 @@ class Scheduler:
         num_residents = len(instance.residents)
         stepped = []
         for step in report.requests:
-            if step.request in instance.residents:
-                yield from self._apply(now, step, stepped)
+            if step.request not in instance.residents:
+                continue
+            request = self.requests[step.request]
+            yield Deliver(request.number, request.apply(step), now - request.arrived_at)
+            self.steering.observe(request, step)
+            if step.finished:
+                self._forget(request, finished=True)
+                yield Finish(request.number, step.finished, request.summary(now))
+            else:
+                stepped.append(request)
         for failure in report.failed:
             if failure.request in instance.residents:
                 self._forget(self.requests[failure.request])
@@ -185,17 +195,6 @@ class Scheduler:
                 yield from self._released(now, self.requests[number])
         if len(instance.residents) < num_residents:
             yield from self._place_waiting(now)
-
-    def _apply(self, now: float, step: RequestStep, stepped: list[RequestState]) -> Iterator[Action]:
-        request = self.requests[step.request]
-        yield Deliver(request.number, request.apply(step), now - request.arrived_at)
-        if request.spec.decoding.rule == "threshold":
-            self.steering.view.history.observe_step(step.threshold, len(step.positions))
-        if step.finished:
-            self._forget(request, finished=True)
-            yield Finish(request.number, step.finished, request.summary(now))
-        else:
-            stepped.append(request)
 
     def _released(self, now: float, request: RequestState) -> Iterator[Action]:
         """It goes where it was to move; into the queue if there is no room by now."""
@@ -292,13 +291,10 @@ class Scheduler:
             yield self._admit(now, request, instance)
 
     def _drop_late(self, now: float) -> Iterator[Action]:
-        if not self._waiting or not self._policy.drops_late:
-            return
-        for number in self._waiting.numbers():
-            request = self.requests[number]
-            if request.deadline < now and not request.started:
+        if self._policy.drops_late:
+            for request in self._waiting.late(now, self.requests):
                 self._forget(request)
-                yield Fail(number, _late(request))
+                yield Fail(request.number, _late(request))
 
     def _admit(self, now: float, request: RequestState, instance: Instance) -> Send:
         spec = request.spec
@@ -325,17 +321,16 @@ class Scheduler:
 
     def _fail_waiting(self) -> Iterator[Action]:
         """Those that no instance will ever hold, now that more is known of the instances."""
-        failure = self.cluster.failure()
-        for number in self._waiting.numbers():
-            request = self.requests[number]
-            if failure:
-                error: DlmServeError = Unavailable(f"no model instance serves: {failure}")
-            elif not self.cluster.could_hold(request.num_pages):
-                error = self._no_pages(request)
-            else:
+        failure, most_pages = self.cluster.failure(), self.cluster.most_pages()
+        for entry in self._waiting.entries():
+            if not failure and entry.num_pages <= most_pages:
                 continue
+            request = self.requests[entry.number]
+            error = (
+                Unavailable(f"no model instance serves: {failure}") if failure else self._no_pages(request)
+            )
             self._forget(request)
-            yield Fail(number, error)
+            yield Fail(request.number, error)
 
     # ---- the books
 

@@ -1,11 +1,11 @@
 """What policies that control thresholds by SLO have in common: when Algorithms 1 and 2 run, and on what.
 
 Algorithm 1 for the residents of an instance whose members or predictions have changed; Algorithm 2, then
-Algorithm 1 for everybody, when the load has changed and the last time is CONTROL_S ago.
+Algorithm 1 for everybody, when the load has changed and the last time is CONTROL_S ago, at ticks and arrivals.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -21,7 +21,7 @@ CONTROL_S = 0.1
 
 
 class SloPolicy(Policy, ABC):
-    """Subclasses say what work is (`outlook`), who may use how much (`caps`) and who moves (`moves`)."""
+    """Subclasses say what work is (`outlook`), who may use how much (`caps`) and who moves (`moves`, `step_moves`)."""
 
     known_options = {
         "drop_late": 0.0,
@@ -42,7 +42,12 @@ class SloPolicy(Policy, ABC):
     def caps(self, now: float, view: View) -> np.ndarray:
         """The highest threshold each request may use, int [n], for all rows."""
 
-    def moves(self, now: float, view: View) -> Sequence[Move]:
+    def moves(self, now: float, view: View) -> Iterable[Move]:
+        """Considered with load control."""
+        return ()
+
+    def step_moves(self, view: View) -> Iterable[Move]:
+        """Considered when an instance has ended a step."""
         return ()
 
     def refreshes(self, view: View) -> dict[int, int]:
@@ -50,24 +55,24 @@ class SloPolicy(Policy, ABC):
         return {}
 
     def level(self, now: float, request: RequestState, instance: Instance, view: View) -> int:
-        rows = view.work.rows([request.number])
-        if not self.options["alg1"]:
-            return int(rows["cap"][0])
-        own = self.outlook(view, rows)
-        beside = self.outlook(view, residents_of(view, [instance.slot.index]))
-        batch = float(own.step_tokens.sum() + beside.step_tokens.sum())
-        time_s = self.options["caution"] * own.steps * view.costs.step_s(instance.tp_degree, batch)
-        return int(pick(time_s, self._slack_s(now, own), rows["cap"], rows["bottom"], own.savable(now))[0])
+        """The cap: Algorithm 1 runs for the whole instance once the request is on it."""
+        return int(view.work.get(request.number, "cap"))
 
     def _slack_s(self, now: float, outlook: Outlook) -> np.ndarray:
         slo_s = outlook.rows["slo_s"]
         return outlook.slack_s(now) - self.options["reserve"] * np.where(np.isfinite(slo_s), slo_s, 0.0)
 
     def decide(self, now: float, view: View) -> Decision:
+        rows = residents_of(view, view.changed_slots)
+        moves = tuple(self.step_moves(view)) if self.options["moves"] else ()
+        return Decision(thresholds=self._levels(now, view, rows, rows["cap"]), moves=moves)
+
+    def control(self, now: float, view: View) -> Decision | None:
+        if now < self._controlled_at + CONTROL_S or not len(view.work):
+            return None
         moves = tuple(self.moves(now, view)) if self.options["moves"] else ()
-        if not view.load_changed or now < self._controlled_at + CONTROL_S or not len(view.work):
-            rows = residents_of(view, view.changed_slots)
-            return Decision(thresholds=self._levels(now, view, rows, rows["cap"]), moves=moves)
+        if not view.load_changed:
+            return self.decide(now, view)._replace(moves=moves)
         self._controlled_at = now
         caps = self.caps(now, view) if self.options["alg2"] else view.work.rows().index("top")
         residents = np.flatnonzero(view.work.rows()["slot"] >= 0)

@@ -4,7 +4,7 @@ Keeps the remaining work, the cost model and the history up to date, asks for pr
 and turns a Decision into actions. Decides nothing itself; owns no request's place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from dlmserve.control.policy.predictions import HistoricalAverage
 from dlmserve.control.policy.remaining import STAYING, WAITING, RemainingWork
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.view import View
-from dlmserve.messages import Release, SetRefresh, SetThreshold, StepReport
+from dlmserve.control.policy.waiting import WaitingQueue
+from dlmserve.messages import Release, RequestStep, SetRefresh, SetThreshold, StepReport
 
 # Tokens unmasked between two predictions: the most whose error is within 5% of predicting at every token.
 REFRESH_TOKENS = 8
@@ -33,7 +34,7 @@ class Steering:
         costs: CostModel,
         cluster: Cluster,
         requests: dict[int, RequestState],
-        waiting: Callable[[], list[int]],
+        waiting: WaitingQueue,
         asks: bool,
     ) -> None:
         self._policy, self._requests = policy, requests
@@ -75,6 +76,11 @@ class Steering:
         work.set(request.number, "recomputes", request.recomputes_left)
         self.view.changed_slots.add(instance.slot.index)
 
+    def observe(self, request: RequestState, step: RequestStep) -> None:
+        """Tokens that a step of this request unmasked at its threshold."""
+        if request.spec.decoding.rule == "threshold":
+            self.view.history.observe_step(step.threshold, len(step.positions))
+
     def stepped(
         self, report: StepReport, instance: Instance, requests: list[RequestState]
     ) -> Iterator[Action]:
@@ -83,7 +89,8 @@ class Steering:
         self.view.stepped_slots.add(instance.slot.index)
         if requests:
             self.view.work.proceed(requests)
-        yield from self._ask([request for request in requests if _is_due(request)])
+        if self._policy.wants_predictions:
+            yield from self._ask([each for each in requests if _is_due(each)])
 
     # ---- predictions
 
@@ -129,9 +136,10 @@ class Steering:
         if not request.spec.pinned:
             self._set_level(request, self._policy.level(now, request, instance, self.view))
 
-    def decide(self, now: float) -> Iterator[Action]:
+    def decide(self, now: float, may_control: bool) -> Iterator[Action]:
         """Performs what the policy wants done; says nothing that an instance knows already."""
-        decision = self._policy.decide(now, self.view)
+        decision = self._policy.control(now, self.view) if may_control else None
+        decision = decision or self._policy.decide(now, self.view)
         self.view.changed_slots.clear()
         self.view.stepped_slots.clear()
         if decision.caps is not None:

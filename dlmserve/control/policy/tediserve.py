@@ -4,14 +4,13 @@ Source: TeDiServe (arXiv 2606.29094); the options `alg1` and `alg2` are the abla
 Requests are served in the order of their arrival, within 8192 resident tokens per instance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from dlmserve.control.policy.cluster import Instance
 from dlmserve.control.policy.llumnix import fastest_after, greedy_moves
 from dlmserve.control.policy.outlook import Outlook
-from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.slo_policy import SloPolicy
 from dlmserve.control.policy.threshold import greedy_caps
 from dlmserve.control.policy.view import Move, View
@@ -24,11 +23,9 @@ class Tediserve(SloPolicy):
         "margin": 0.05,  # a move must make the step faster by this share
     }
 
-    def choose(self, now: float, request: RequestState, view: View) -> Instance | None:
+    def choose(self, view: View, instances: list[Instance], num_tokens: int) -> Instance:
         """Algorithm 3: the instance with the shortest step once the request is on it, among all with room."""
-        instances = view.cluster.instances.values()
-        having_room = [i for i in instances if view.has_room(i, request, self.max_resident_tokens)]
-        return fastest_after(view, having_room, len(request.canvas))
+        return fastest_after(view, instances, num_tokens)
 
     def caps(self, now: float, view: View) -> np.ndarray:
         """Algorithm 2 over active and waiting requests, by priority, then by arrival."""
@@ -52,5 +49,5 @@ class Tediserve(SloPolicy):
             total += batch / view.costs.step_s(instance.tp_degree, batch)
         return total
 
-    def moves(self, now: float, view: View) -> Sequence[Move]:
-        return tuple(greedy_moves(view, self.max_resident_tokens, self.options["margin"]))
+    def step_moves(self, view: View) -> Iterable[Move]:
+        return greedy_moves(view, self.max_resident_tokens, self.options["margin"])

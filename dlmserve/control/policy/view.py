@@ -3,7 +3,7 @@
 Values and read access only: the scheduler owns everything that a View leads to, and acts on what it gets.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +14,15 @@ from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.predictions import HistoricalAverage
 from dlmserve.control.policy.remaining import RemainingWork
 from dlmserve.control.policy.request import RequestState
+from dlmserve.control.policy.waiting import WaitingQueue
+
+
+class Room(NamedTuple):
+    """Free KV pages of an instance, and tokens of canvases that it still takes."""
+
+    instance: Instance
+    pages: int
+    tokens: float
 
 
 @dataclass
@@ -23,12 +32,23 @@ class View:
     work: RemainingWork
     costs: CostModel
     history: HistoricalAverage
-    waiting: Callable[
-        [], list[int]
-    ]  # request numbers: those that have started first, by priority, by arrival
+    waiting: WaitingQueue
     changed_slots: set[int] = field(default_factory=set)  # their residents or predictions have changed
     stepped_slots: set[int] = field(default_factory=set)  # their instances have ended a step
     load_changed: bool = True  # requests came, ended or have new predictions
+
+    def room(self, max_tokens: int | None) -> list[Room]:
+        """What is left of the instances that take requests at all; `max_tokens` as for `has_room`."""
+        most = math.inf if max_tokens is None else max_tokens
+        return [
+            Room(
+                instance,
+                instance.num_pages - instance.num_pages_reserved,
+                most - instance.num_tokens if instance.residents else math.inf,
+            )
+            for instance in self.cluster.instances.values()
+            if instance.has_room(0)
+        ]
 
     def has_room(self, instance: Instance, request: RequestState, max_tokens: int | None) -> bool:
         """`max_tokens`: of all residents' canvases together; an empty instance takes what its pages hold."""
