@@ -15,6 +15,7 @@ from dlmserve.control.policy.step_predictor import (
 )
 from dlmserve.errors import ConfigError
 from dlmserve.simulation import step_traces
+from dlmserve.simulation.forest import Forest
 from dlmserve.simulation.scenarios import get_scenario
 
 SCENARIO = replace(get_scenario("sharegpt-16gpu"), text="gsm8k")
@@ -53,6 +54,7 @@ def test_a_higher_threshold_never_takes_fewer_steps(
     predictor.save(tmp_path / "steps.cbm")
     again = CatBoostPredictor.load(tmp_path / "steps.cbm").predict(rows, np.array([0.9, 0.8, 0.7, 0.6, 0.5]))
     assert np.array_equal(again, steps)
+    assert Forest(predictor).predict(rows, np.array([0.9, 0.8, 0.7, 0.6, 0.5])) == pytest.approx(steps)
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:

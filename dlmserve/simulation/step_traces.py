@@ -13,6 +13,7 @@ from dlmserve.control.policy.predictions import Progress, features
 from dlmserve.control.policy.request import RequestSpec, RequestState
 from dlmserve.control.policy.step_predictor import CatBoostPredictor, StepTable
 from dlmserve.messages import Admit, Decoding
+from dlmserve.simulation.forest import Forest
 from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
 from dlmserve.simulation.scenarios import Scenario
 from dlmserve.simulation.unmasking import Unmasking, load_calibration
@@ -55,14 +56,14 @@ def _record_at(
     return features(rows), np.full(len(rows), threshold), np.concatenate(left)
 
 
-def train_predictor(scenario: Scenario, thresholds: tuple[float, ...]) -> CatBoostPredictor:
+def train_predictor(scenario: Scenario, thresholds: tuple[float, ...]) -> Forest:
     """Trained as in the paper: 100 requests at every threshold. The same for all rates, SLOs and seeds."""
     return _train(replace(scenario, rps=1.0, num_requests=0, slo_s=1.0, overhead_s=0.0), thresholds)
 
 
 @lru_cache(maxsize=8)
-def _train(scenario: Scenario, thresholds: tuple[float, ...]) -> CatBoostPredictor:
-    return CatBoostPredictor.train(record(scenario, thresholds, FIRST_NUMBER, TRAINING_SEED))
+def _train(scenario: Scenario, thresholds: tuple[float, ...]) -> Forest:
+    return Forest(CatBoostPredictor.train(record(scenario, thresholds, FIRST_NUMBER, TRAINING_SEED)))
 
 
 class Oracle:

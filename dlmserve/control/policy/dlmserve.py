@@ -167,10 +167,11 @@ class Dlmserve(SloPolicy):
             seats = min(seats, self.max_resident_tokens / float(outlook.rows["whole_tokens"].mean()))
         beside = min(max(len(outlook.rows) / len(serving), 1.0), max(seats, 1.0), serving[0].max_num_seqs)
         batch = beside * mean_tokens
-        step_s = {each: view.costs.step_s(each, batch) for each in {i.tp_degree for i in serving}}
-        speed = sum(step_s[degree] / step_s[instance.tp_degree] for instance in serving)
+        degrees = {instance.tp_degree for instance in serving}
+        step_s = {each: view.costs.step_s(each, batch) * view.pace.ratio(each) for each in degrees}
+        speed = sum(view.costs.step_s(degree, batch) / step_s[instance.tp_degree] for instance in serving)
         if not self.options["instance_seconds"]:
-            return outlook.tokens, speed * batch / step_s[degree]
+            return outlook.tokens, speed * batch / view.costs.step_s(degree, batch)
         fixed_s, per_token_s = view.costs.line(degree, batch)
         work = outlook.steps * (fixed_s / beside) + outlook.tokens * per_token_s
         return np.maximum.accumulate(work[:, ::-1], axis=1)[:, ::-1], speed

@@ -27,14 +27,14 @@ def greedy_moves(view: View, max_tokens: int | None, margin: float) -> Iterator[
 
     A step's latency is taken for a batch of all assigned tokens, after the move there and before it here.
     """
-    serving = view.cluster.serving() if view.stepped_slots else []
-    if len(serving) < 2:
+    near, serving = _near_block_start(view), view.cluster.serving()
+    if not near or len(serving) < 2:
         return
     slots = np.array([instance.slot.index for instance in serving])
     tokens = _tokens_after_moves(view)
     step_s = step_times(view, tokens)
     target = serving[int(step_s[slots].argmin())]
-    for number in _near_block_start(view):
+    for number in near:
         request = view.requests[number]
         source, num_tokens = view.cluster.instances[request.instance or ""], len(request.canvas)
         here, there = source.slot.index, target.slot.index
@@ -66,6 +66,8 @@ def _tokens_after_moves(view: View) -> np.ndarray:
 
 def _near_block_start(view: View) -> list[int]:
     """On the instances that have ended a step."""
+    if not view.stepped_slots:
+        return []
     rows = residents_of(view, view.stepped_slots)
     near = (
         (rows["masks_in_block"] <= NEAR_BLOCK_START)

@@ -47,7 +47,8 @@ class Outlook:
 
     def time_s(self, batches: np.ndarray) -> np.ndarray:
         """Seconds to the end in a batch of the present size, float [n, T]; of residents."""
-        return self.steps * step_times(self._view, batches)[self.rows.index("slot")][:, None]
+        step_s = step_times(self._view, batches) * self._view.pace.ratios(degrees_of(self._view))
+        return self.steps * step_s[self.rows.index("slot")][:, None]
 
     def slack_s(self, now: float) -> np.ndarray:
         """Until the deadline, float [n]; infinite without one."""
@@ -66,7 +67,12 @@ class Outlook:
 
 def step_times(view: View, batches: np.ndarray) -> np.ndarray:
     """Seconds of a step of each slot's instance at these packed tokens, float [slots]."""
-    return view.costs.step_s_each([slot.tp_degree for slot in view.cluster.slots], batches)
+    return view.costs.step_s_each(degrees_of(view), batches)
+
+
+def degrees_of(view: View) -> list[int]:
+    """TP degree of each slot."""
+    return [slot.tp_degree for slot in view.cluster.slots]
 
 
 def residents_of(view: View, slots: Iterable[int]) -> Rows:

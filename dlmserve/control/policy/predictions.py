@@ -65,18 +65,18 @@ def _confidence_features(rows: list[tuple[float, ...]]) -> np.ndarray:
     known = np.arange(padded.shape[1]) < counts[:, None]
     means = np.where(known, padded, 0.0).sum(axis=1) / np.maximum(counts, 1)
     padded.sort(axis=1)
-    columns = [_quantile(padded, counts, share) for share in (0.0, 0.25, 0.5, 0.75)]
-    return np.where(counts[:, None] > 0, np.stack([*columns[:3], means, columns[3]], axis=1), 0.0)
+    minimum, low, median, high = _quantiles(padded, counts, np.array([0.0, 0.25, 0.5, 0.75])).T
+    return np.where(counts[:, None] > 0, np.stack([minimum, low, median, means, high], axis=1), 0.0)
 
 
-def _quantile(padded: np.ndarray, counts: np.ndarray, share: float) -> np.ndarray:
-    """numpy's linear quantile of the first counts[i] values of each sorted row."""
-    place = share * np.maximum(counts - 1, 0)
+def _quantiles(padded: np.ndarray, counts: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """numpy's linear quantiles of the first counts[i] values of each sorted row, [n, shares]."""
+    last = np.maximum(counts - 1, 0)[:, None]
+    place = shares * last
     below = place.astype(int)
-    above = np.minimum(below + 1, np.maximum(counts - 1, 0))
-    rows = np.arange(len(padded))
-    low, high = padded[rows, below], padded[rows, above]
-    low, high = np.where(counts > 0, low, 0.0), np.where(counts > 0, high, 0.0)
+    rows = np.arange(len(padded))[:, None]
+    found = padded[rows, below], padded[rows, np.minimum(below + 1, last)]
+    low, high = np.where(counts[:, None] > 0, found, 0.0)
     return low + (place - below) * (high - low)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dlmserve.control.policy.cluster import Instance
-from dlmserve.control.policy.outlook import Outlook, residents_of
+from dlmserve.control.policy.outlook import Outlook, degrees_of, residents_of
 from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.remaining import Rows
 from dlmserve.control.policy.request import RequestState
@@ -65,7 +65,9 @@ class SloPolicy(Policy, ABC):
     def decide(self, now: float, view: View) -> Decision:
         rows = residents_of(view, view.changed_slots)
         moves = tuple(self.step_moves(view)) if self.options["moves"] else ()
-        return Decision(thresholds=self._levels(now, view, rows, rows["cap"]), moves=moves)
+        if not len(rows):
+            return Decision(moves=moves)
+        return Decision(self._levels(now, self.outlook(view, rows), rows["cap"]), moves=moves)
 
     def control(self, now: float, view: View) -> Decision | None:
         if now < self._controlled_at + CONTROL_S or not len(view.work):
@@ -76,16 +78,15 @@ class SloPolicy(Policy, ABC):
         self._controlled_at = now
         caps = self.caps(now, view) if self.options["alg2"] else view.work.rows().index("top")
         residents = np.flatnonzero(view.work.rows()["slot"] >= 0)
-        levels = self._levels(now, view, view.work.take(residents), caps[residents])
+        outlook = self.outlook(view, view.work.take(residents))
+        view.pace.expect(degrees_of(view), outlook.batches(), view.costs)
+        levels = self._levels(now, outlook, caps[residents])
         return Decision(levels, caps, self.refreshes(view), moves)
 
-    def _levels(self, now: float, view: View, rows: Rows, caps: np.ndarray) -> dict[int, int]:
+    def _levels(self, now: float, outlook: Outlook, caps: np.ndarray) -> dict[int, int]:
         """The thresholds that change, by request; of residents."""
-        if not len(rows):
-            return {}
-        levels = caps.astype(int)
+        rows, levels = outlook.rows, caps.astype(int)
         if self.options["alg1"]:
-            outlook = self.outlook(view, rows)
             time_s = self.options["caution"] * outlook.time_s(outlook.batches())
             slack_s, savable = self._slack_s(now, outlook), outlook.savable(now)
             levels = pick(time_s, slack_s, caps, rows["bottom"], savable)

@@ -12,6 +12,7 @@ from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import Cluster, Instance
 from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.events import Action, Predict, Predicted, Send
+from dlmserve.control.policy.pace import Pace
 from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.predictions import HistoricalAverage
 from dlmserve.control.policy.remaining import STAYING, WAITING, RemainingWork
@@ -45,6 +46,7 @@ class Steering:
             work=RemainingWork(config.thresholds),
             costs=costs,
             history=HistoricalAverage(),
+            pace=Pace(),
             waiting=waiting,
         )
         self.errors = PredictionErrors()
@@ -85,7 +87,10 @@ class Steering:
         self, report: StepReport, instance: Instance, requests: list[RequestState]
     ) -> Iterator[Action]:
         """The live ones among a report's requests, after the step is applied to each."""
-        self.view.costs.observe(instance.tp_degree, report.num_tokens, report.duration_s + report.idle_s)
+        if report.num_tokens:
+            step_s = report.duration_s + report.idle_s
+            self.view.costs.observe(instance.tp_degree, report.num_tokens, step_s)
+            self.view.pace.stepped(instance.slot.index, step_s)
         self.view.stepped_slots.add(instance.slot.index)
         if requests:
             self.view.work.proceed(requests)

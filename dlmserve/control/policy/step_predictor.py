@@ -87,7 +87,8 @@ class CatBoostPredictor:
         return cls(model)
 
     def save(self, path: Path) -> None:
-        self._model.save_model(str(path))
+        """As JSON where the file's name ends so, else in CatBoost's own form."""
+        self._model.save_model(str(path), format="json" if path.suffix == ".json" else "cbm")
 
     def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
         """`features` [n, F], `thresholds` [T] -> steps left [n, T], at least 1; one call for all."""

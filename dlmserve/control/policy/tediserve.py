@@ -46,7 +46,8 @@ class Tediserve(SloPolicy):
         total = 0.0
         for instance in view.cluster.serving():
             batch = min(max(seats, 1.0), instance.max_num_seqs) * float(outlook.step_tokens.mean())
-            total += batch / view.costs.step_s(instance.tp_degree, batch)
+            step_s = view.costs.step_s(instance.tp_degree, batch) * view.pace.ratio(instance.tp_degree)
+            total += batch / step_s
         return total
 
     def step_moves(self, view: View) -> Iterable[Move]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dlmserve.control.policy.cluster import Cluster, Instance
 from dlmserve.control.policy.cost_model import CostModel
+from dlmserve.control.policy.pace import Pace
 from dlmserve.control.policy.predictions import HistoricalAverage
 from dlmserve.control.policy.remaining import RemainingWork
 from dlmserve.control.policy.request import RequestState
@@ -32,6 +33,7 @@ class View:
     work: RemainingWork
     costs: CostModel
     history: HistoricalAverage
+    pace: Pace
     waiting: WaitingQueue
     changed_slots: set[int] = field(default_factory=set)  # their residents or predictions have changed
     stepped_slots: set[int] = field(default_factory=set)  # their instances have ended a step
