@@ -235,7 +235,9 @@ class Simulator:
         """At once: loading a model is not what is simulated here."""
         scenario = self._scenario
         num_pages = scenario.num_pages * tp_degree
-        engine = SimulatedEngine(self._unmasking, num_pages, scenario.page_size, self._eos_at)
+        engine = SimulatedEngine(
+            self._unmasking, num_pages, scenario.page_size, self._eos_at, scenario.max_step_tokens
+        )
         self._workers[name] = Worker(name, tp_degree, engine)
         for tp_rank in range(tp_degree):
             self._at(self.now, self._feed, RankFormed(name, tp_rank, num_pages))

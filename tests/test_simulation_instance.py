@@ -127,13 +127,17 @@ def outline(results: list) -> list[tuple]:
 
 
 def assert_same(
-    real_results: list, script: Script, num_pages: int = 64, eos_at: dict[int, int] | None = None
+    real_results: list,
+    script: Script,
+    num_pages: int = 64,
+    eos_at: dict[int, int] | None = None,
+    max_step_tokens: int = simulated.MAX_STEP_TOKENS,
 ) -> None:
     courses: dict[int, list[RequestStep]] = {}
     for result in real_results:
         for step in result.requests:
             courses.setdefault(step.request, []).append(step)
-    engine = SimulatedEngine(Replay(courses), num_pages, PAGE, eos_at or {})
+    engine = SimulatedEngine(Replay(courses), num_pages, PAGE, eos_at or {}, max_step_tokens)
     same = {at: list(map(as_simulated, commands)) for at, commands in script.items()}
     assert outline(play(engine, same)) == outline(real_results)
 
@@ -189,11 +193,10 @@ def test_who_does_not_fit_in_a_step_takes_part_in_the_next(
 ) -> None:
     assert simulated.MAX_STEP_TOKENS == real.MAX_STEP_TOKENS
     monkeypatch.setattr(real, "MAX_STEP_TOKENS", 50)
-    monkeypatch.setattr(simulated, "MAX_STEP_TOKENS", 50)
     script: Script = {0: [admit(0), admit(1), admit(2)]}
     results = play(make_engine(), script)
     assert len(results[0].requests) == 1
-    assert_same(results, script)
+    assert_same(results, script, max_step_tokens=50)
 
 
 def test_an_admission_beyond_the_pages_fails_alone() -> None:

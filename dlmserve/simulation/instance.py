@@ -83,7 +83,15 @@ class Resident:
 class SimulatedEngine:
     """`eos_at` says where a request's answer will end (a canvas column), None where it fills its output."""
 
-    def __init__(self, decoder: BlockDecoder, num_pages: int, page_size: int, eos_at: dict[int, int]) -> None:
+    def __init__(
+        self,
+        decoder: BlockDecoder,
+        num_pages: int,
+        page_size: int,
+        eos_at: dict[int, int],
+        max_step_tokens: int = MAX_STEP_TOKENS,
+    ) -> None:
+        self._max_step_tokens = max_step_tokens
         self.num_pages, self.num_pages_in_use = num_pages, 0
         self._decoder, self._page_size, self._eos_at = decoder, page_size, eos_at
         self._residents: dict[int, Resident] = {}
@@ -168,7 +176,7 @@ class SimulatedEngine:
         for count, resident in enumerate(waiting):
             resident.span = _span(resident)
             num_tokens += resident.span
-            if count and num_tokens > MAX_STEP_TOKENS:
+            if count and num_tokens > self._max_step_tokens:
                 return waiting[:count]
             resident.last_step = self._num_steps
         return waiting

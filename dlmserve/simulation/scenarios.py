@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from dlmserve.errors import ConfigError
+from dlmserve.simulation.instance import MAX_STEP_TOKENS
 from dlmserve.simulation.workloads import Job, day_times, make_jobs, poisson_times, sharegpt_lengths
 
 # Per-step time that the profile does not see, the one free constant: chosen so that a fixed threshold of 0.9
@@ -44,6 +45,7 @@ class Scenario:
     cost_model: str = "h100-measured"
     overhead_s: float = OVERHEAD_S
     page_size: int = 32
+    max_step_tokens: int = MAX_STEP_TOKENS  # of a step; who does not fit takes part in the next one
     head_s: float = 0.001  # from a step's end until commands that answer it are in the instance's inbox
     predict_s: float = 0.02  # the predictor answers all that has gathered, so often
 
