@@ -11,7 +11,9 @@
     ├── NotFinite              the logits of one request are NaN or infinite (HTTP 500)
     ├── ProtocolError          a message that does not belong to this protocol version
     └── WorkerError            an instance could not be formed, or was lost
-        └── OutOfPages         an admission that the KV pages cannot hold
+        ├── OutOfPages         an admission that the KV pages cannot hold
+        ├── OutOfMemory        a device whose memory does not hold what the instance needs
+        └── DeviceLost         a device that does not work any more (in this process)
 
 Messages follow one pattern: the value seen, the value wanted, what to do next.
 """
@@ -75,3 +77,11 @@ class WorkerError(DlmServeError):
 
 class OutOfPages(WorkerError):
     """An admission that the KV pages cannot hold: the scheduler's bookkeeping and the worker's differ."""
+
+
+class OutOfMemory(WorkerError):
+    """The device's memory does not hold what the instance needs; the device itself is fine."""
+
+
+class DeviceLost(WorkerError):
+    """The device raised an error after which this process cannot use it any more."""

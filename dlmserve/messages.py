@@ -162,6 +162,8 @@ class Form(Message, frozen=True):
     num_pages: int  # 0: as many as max_num_seqs full-length requests need (CPU) or as memory holds (GPU)
     page_size: int
     collective_timeout_s: float
+    attention: str = "auto"  # the back end, see worker/attention
+    memory_fraction: float = 0.9  # of a GPU's memory: weights, activations and KV pages together
 
 
 class Formed(Message, frozen=True):

@@ -19,7 +19,8 @@ from dlmserve.messages import (
     SetThreshold,
 )
 from dlmserve.worker import engine as engine_module
-from dlmserve.worker.engine import Engine, StepResult, build_engine
+from dlmserve.worker.build import build_engine
+from dlmserve.worker.engine import Engine, StepResult
 from dlmserve.worker.parallel import SOLO
 
 MASK, EOS = 318, 301

@@ -22,7 +22,8 @@ from dlmserve.messages import (
 from dlmserve.simulation import instance as simulated
 from dlmserve.simulation.instance import SimulatedEngine
 from dlmserve.worker import engine as real
-from dlmserve.worker.engine import Engine, build_engine
+from dlmserve.worker.build import build_engine
+from dlmserve.worker.engine import Engine
 from dlmserve.worker.parallel import SOLO
 
 MASK, NO_EOS = 318, 301

@@ -3,10 +3,11 @@
 Built from numbers only (tokens, columns, slots); knows nothing of requests, models or decoding rules.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dlmserve.worker.kv_cache import Slots
@@ -30,67 +31,95 @@ class Span:
     def is_whole(self) -> bool:
         return self.start == 0 and self.end == len(self.tokens)
 
+    @property
+    def order(self) -> int:
+        """Where the span belongs in a batch: those that read the cache first, in the cache's order."""
+        return 1 << 62 if self.slots is None or self.is_whole else int(self.slots.index[0])
+
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's share of the packed batch: its queries, and where its keys are."""
+    """One request's share of the packed batch: its queries, its wanted rows, and where its keys are."""
 
-    start: int  # first query in the packed tensor
+    start: int  # first packed token
     end: int
+    row_start: int  # first of its wanted rows
+    row_end: int
     slots: Slots | None  # None: the keys are the packed span itself
-    key_start: int  # with slots None: the span's place in the packed keys
-    key_end: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row_start, self.row_end)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch on the host; `plan` is the attention's. `arrays` hold what the device needs of both.
+
+    tokens, positions [T]; rows [M] index the packed tokens; store_slots [S], where anything goes into the KV cache,
+    and store_from [S], the packed tokens that go there, where not all do.
+    """
+
+    num_tokens: int
+    plan: Any
+    arrays: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens, positions [T]; rows [M] index the packed tokens; store_* say what goes into the KV cache."""
+    """The same on the device. rows None: the hidden states of all packed tokens are wanted."""
 
     tokens: Tensor
     positions: Tensor
-    segments: list[Segment]  # queries: all packed tokens
-    row_segments: list[Segment]  # queries: only the wanted rows
-    rows: Tensor
-    store_slots: Tensor | None  # [S]; None: nothing is stored
-    store_from: Tensor | None  # [S] packed tokens that are stored; None: all of them
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
+    rows: Tensor | None
+    store_slots: Tensor | None  # None: nothing is stored
+    store_from: Tensor | None  # None: all packed tokens are stored
+    plan: Any
+    index: dict[str, Tensor]  # the plan's arrays
 
 
-def pack(spans: list[Span], device: str) -> Batch:
-    """Spans end to end, one copy to the device for each tensor."""
+def pack(spans: list[Span], plan: Callable[[list[Segment]], Any]) -> Packed:
+    """Spans end to end; they come in ascending `order`."""
     lengths = [span.end - span.start for span in spans]
     starts = np.concatenate(([0], np.cumsum(lengths)))
     row_starts = np.concatenate(([0], np.cumsum([len(span.rows) for span in spans])))
-    segments, row_segments = [], []
-    for i, span in enumerate(spans):
-        first, last = int(starts[i]), int(starts[i + 1])
-        keys = None if span.is_whole else span.slots
-        segments.append(Segment(first, last, keys, first, last))
-        row_segments.append(Segment(int(row_starts[i]), int(row_starts[i + 1]), keys, first, last))
-    tokens = np.concatenate([span.tokens[span.start : span.end] for span in spans])
-    positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-    rows = np.concatenate([span.rows - span.start + starts[i] for i, span in enumerate(spans)])
-    store_slots, store_from = _stores(spans, starts, device)
-    return Batch(
-        tokens=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        segments=segments,
-        row_segments=row_segments,
-        rows=torch.from_numpy(rows.astype(np.int64)).to(device),
-        store_slots=store_slots,
-        store_from=store_from,
-    )
+    segments = [
+        Segment(
+            int(starts[i]),
+            int(starts[i + 1]),
+            int(row_starts[i]),
+            int(row_starts[i + 1]),
+            None if span.is_whole else span.slots,
+        )
+        for i, span in enumerate(spans)
+    ]
+    attention = plan(segments)
+    arrays = {
+        "tokens": np.concatenate([span.tokens[span.start : span.end] for span in spans]),
+        "positions": np.concatenate([np.arange(span.start, span.end) for span in spans]),
+        "rows": np.concatenate([span.rows - span.start + starts[i] for i, span in enumerate(spans)]),
+    }
+    return Packed(int(starts[-1]), attention, arrays | _stores(spans, starts) | attention.arrays)
 
 
-def _stores(spans: list[Span], starts: np.ndarray, device: str) -> tuple[Tensor | None, Tensor | None]:
-    kept = [i for i, span in enumerate(spans) if span.slots is not None]
+def _stores(spans: list[Span], starts: np.ndarray) -> dict[str, np.ndarray]:
+    kept = [(i, span.slots.index[span.start : span.end]) for i, span in enumerate(spans) if span.slots]
     if not kept:
-        return None, None
-    slots = torch.cat([spans[i].slots.index[spans[i].start : spans[i].end] for i in kept])  # type: ignore[union-attr]
-    if len(kept) == len(spans):
-        return slots, None
-    source = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in kept])
-    return slots, torch.from_numpy(source).to(device)
+        return {}
+    stores = {"store_slots": np.concatenate([index for _, index in kept])}
+    if len(kept) < len(spans):
+        stores["store_from"] = np.concatenate([np.arange(starts[i], starts[i + 1]) for i, _ in kept])
+    return stores
+
+
+def on_device(packed: Packed, tensors: dict[str, Tensor]) -> Batch:
+    """`tensors`: what became of `packed.arrays` there."""
+    return Batch(
+        tokens=tensors["tokens"],
+        positions=tensors["positions"],
+        rows=tensors.get("rows"),
+        store_slots=tensors.get("store_slots"),
+        store_from=tensors.get("store_from"),
+        plan=packed.plan,
+        index={name: tensors[name] for name in packed.plan.arrays},
+    )

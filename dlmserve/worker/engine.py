@@ -5,35 +5,32 @@ values that every rank has after the exchange. Knows nothing of sockets, the hea
 """
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from dlmserve import kernels
-from dlmserve.checkpoint import read_model_info
-from dlmserve.errors import ConfigError, DlmServeError, OutOfPages, WorkerError
+from dlmserve.errors import DlmServeError, OutOfPages, WorkerError
 from dlmserve.messages import (
     Admit,
     Cancel,
     Command,
     Failure,
-    Form,
     Release,
     RequestStep,
     SetRefresh,
     SetThreshold,
 )
-from dlmserve.worker.batch import Span, pack
+from dlmserve.worker.batch import Span
 from dlmserve.worker.canvas import Resident, StepPlan
-from dlmserve.worker.kv_cache import KVCache
-from dlmserve.worker.models import Decoder, load_model
-from dlmserve.worker.parallel import Group
-from dlmserve.worker.sampling import Drawn, RowGroup, Sampler
+from dlmserve.worker.device import Wait
+from dlmserve.worker.memory import MAX_STEP_TOKENS
+from dlmserve.worker.runner import Runner
+from dlmserve.worker.sampling import RowGroup, Sampler, Top
 
-# Bounds the activations of a step; whoever does not fit takes part in the next step, first come first.
-MAX_STEP_TOKENS = 16384
-WARM_UP_TOKENS = 32
+Alternatives = list[tuple[int, float]]  # (token, log probability), best first
 RULES = {"threshold": kernels.THRESHOLD, "factor": kernels.FACTOR, "steps": kernels.QUOTA}
 
 
@@ -47,17 +44,32 @@ class StepResult:
     failed: list[Failure] = field(default_factory=list)
 
 
-class Engine:
-    """`step()` is collective over the model's group; everything else is local."""
+@dataclass(frozen=True)
+class Flight:
+    """A step that was started: who takes part, and how to wait for (token, confidence) of each row."""
 
-    def __init__(self, model: Decoder, cache: KVCache, mask_id: int, eos_ids: list[int]) -> None:
-        self._model, self._cache = model, cache
-        self._sampler = Sampler(model, mask_id)
+    plans: list[StepPlan]
+    groups: list[RowGroup]
+    wait: Wait
+    top: list[Top]  # filled in while the step runs
+
+
+class Engine:
+    """A step is `launch()`, then `finish()`; both are collective over the model's group, all else is local.
+
+    On a GPU the step runs between the two, beside whatever the caller does there; on a CPU it runs in `finish`.
+    """
+
+    def __init__(self, runner: Runner, mask_id: int, eos_ids: list[int]) -> None:
+        self._runner, self._model, self._cache = runner, runner.model, runner.cache
+        self._sampler = Sampler(self._model, mask_id)
         self._mask_id, self._eos_ids = mask_id, frozenset(eos_ids)
         self._residents: dict[int, Resident] = {}
         self._failed: list[Failure] = []
         self._num_steps = 0
         self.token_s = 0.0  # of the warm-up, per token
+        self._result = StepResult()
+        self._flight: Flight | None = None
 
     @property
     def num_pages(self) -> int:
@@ -72,8 +84,8 @@ class Engine:
         """One line for the log."""
         return (
             f"{self._model.dtype}".removeprefix("torch.")
-            + f" on {self._model.device}, {torch.get_num_threads()} threads, "
-            f"attention sdpa per request, confidence kernel {kernels.backend_name()}"
+            + f" on {self._model.device}, {torch.get_num_threads()} threads, {self._runner.details}, "
+            f"confidence kernel {kernels.backend_name()}"
         )
 
     def has_work(self) -> bool:
@@ -116,20 +128,43 @@ class Engine:
         self._residents.pop(request, None)
         self._cache.pages.free(request)
 
-    @torch.inference_mode()
     def step(self) -> StepResult:
         """One denoising step over the residents that fit in the step's token budget."""
-        result = StepResult(failed=self._failed, released=self._release_due())
+        self.launch()
+        return self.finish()
+
+    @torch.inference_mode()
+    def launch(self) -> None:
+        """Plans a step over the residents that fit in the step's token budget, and starts it."""
+        self._result = StepResult(failed=self._failed, released=self._release_due())
         self._failed = []
         plans = self._choose()
-        if plans:
-            self._num_steps += 1
-            batch = pack([plan.span for plan in plans], self._model.device)
-            result.num_tokens = batch.num_tokens
-            hidden = self._model.forward(batch, self._cache)
-            groups = _row_groups(plans)
-            self._unmask(plans, groups, self._sampler.draw(hidden, groups), result)
-        return result
+        if not plans:
+            return
+        self._num_steps += 1
+        self._result.num_tokens = sum(plan.span.end - plan.span.start for plan in plans)
+        groups, top = _row_groups(plans), list[Top]()
+        with self._runner.device.named_errors():
+            wait = self._runner.device.start(partial(self._compute, plans, groups, top))
+        self._flight = Flight(plans, groups, wait, top)
+
+    def _compute(self, plans: list[StepPlan], groups: list[RowGroup], top: list[Top]) -> list[torch.Tensor]:
+        spans = [plan.span for plan in plans]
+        hidden, index = self._runner.run(spans, self._sampler.arrays(groups))
+        drawn = self._sampler.draw(hidden, groups, index)
+        top += drawn.top
+        return [drawn.token, drawn.confidence]
+
+    @torch.inference_mode()
+    def finish(self) -> StepResult:
+        """Waits for what `launch` started and applies it to the canvases."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            with self._runner.device.named_errors():
+                tokens, confidences = flight.wait()
+                top = _alternatives(flight.top)
+            self._unmask(flight, tokens, confidences, top)
+        return self._result
 
     def _release_due(self) -> list[int]:
         due = [r.request for r in self._residents.values() if r.release_asked and r.needs_recompute]
@@ -138,7 +173,7 @@ class Engine:
         return due
 
     def _choose(self) -> list[StepPlan]:
-        """Who takes part: those that waited longest first, up to the token budget, at least one."""
+        """Who takes part, in the order of a batch: who waited longest, up to the token budget, at least one."""
         chosen: list[StepPlan] = []
         num_tokens = 0
         for resident in sorted(self._residents.values(), key=lambda r: r.last_step):
@@ -148,41 +183,41 @@ class Engine:
                 break
             resident.last_step = self._num_steps
             chosen.append(plan)
-        return chosen
+        return sorted(chosen, key=lambda plan: plan.span.order)
 
     def _unmask(
-        self, plans: list[StepPlan], groups: list[RowGroup], drawn: Drawn, result: StepResult
+        self, flight: Flight, tokens: np.ndarray, confidences: np.ndarray, top: dict[int, Alternatives]
     ) -> None:
         """Decides for all requests at once, then applies to each canvas."""
-        confidence = drawn.confidence.cpu()
-        chosen = _select(plans, groups, confidence).numpy()
-        tokens, confidences = drawn.token.cpu().numpy(), confidence.numpy()
-        for plan, group in zip(plans, groups, strict=True):
+        chosen = _select(flight.plans, flight.groups, torch.from_numpy(confidences)).numpy()
+        for plan, group in zip(flight.plans, flight.groups, strict=True):
             rows = np.arange(group.start, group.end)
             request = plan.resident.request
             if not np.isfinite(confidences[rows]).all():
                 self._remove(request)
                 message = "the model's logits are not finite (NaN or infinite)"
-                result.failed.append(Failure(request, "not_finite", message))
+                self._result.failed.append(Failure(request, "not_finite", message))
                 continue
             picked = rows[chosen[rows]]
-            top = [drawn.top[row] for row in picked.tolist()] if group.decoding.num_top else None
-            step = _apply(plan, plan.columns[picked - group.start], tokens[picked], confidences[picked], top)
+            ranked = [top[row] for row in picked.tolist()] if group.decoding.num_top else None
+            step = _apply(
+                plan, plan.columns[picked - group.start], tokens[picked], confidences[picked], ranked
+            )
             if step.finished:
                 self._remove(request)
-            result.requests.append(step)
+            self._result.requests.append(step)
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """Raw logits of one forward over a canvas, float32 [len(tokens), vocab]; touches no request."""
         canvas = np.array(tokens, dtype=np.int64)
         span = Span(canvas, 0, len(canvas), np.arange(len(canvas)), None)
-        return self._sampler.full_logits(self._model.forward(pack([span], self._model.device), None))
+        return self._sampler.full_logits(self._runner.run([span], {})[0])
 
     def warm_up(self, num_tokens: int) -> None:
         """One forward over as many masks: what is made on first use is there then, and its time is known."""
         began_at = time.perf_counter()
-        self.logits([self._mask_id] * num_tokens)
+        self.logits([self._mask_id] * num_tokens).cpu()  # waits for a GPU
         self.token_s = (time.perf_counter() - began_at) / num_tokens
 
     def check(self) -> None:
@@ -218,12 +253,22 @@ def _select(plans: list[StepPlan], groups: list[RowGroup], confidence: torch.Ten
     )
 
 
+def _alternatives(top: list[Top]) -> dict[int, Alternatives]:
+    """By row. A copy from the device for each request that asked for logprobs."""
+    found: dict[int, Alternatives] = {}
+    for part in top:
+        pairs = zip(part.values.tolist(), part.ids.tolist(), strict=True)
+        for row, (values, ids) in enumerate(pairs, part.start):
+            found[row] = list(zip(ids, values, strict=True))
+    return found
+
+
 def _apply(
     plan: StepPlan,
     positions: np.ndarray,
     tokens: np.ndarray,
     confidences: np.ndarray,
-    top: list[list[tuple[int, float]]] | None,
+    top: list[Alternatives] | None,
 ) -> RequestStep:
     block = plan.resident.block  # before the canvas moves on
     return RequestStep(
@@ -237,28 +282,3 @@ def _apply(
         finished=plan.resident.unmask(positions, tokens),
         top=top,
     )
-
-
-def build_engine(form: Form, device: str, group: Group) -> Engine:
-    """Loads this rank's weights, allocates KV pages, runs one step to warm up. Raises DlmServeError."""
-    info = replace(read_model_info(form.model.path), max_model_len=form.max_model_len)
-    dtype = _dtype(form.model.dtype, device)
-    with torch.inference_mode():
-        model = load_model(info, form.model.load_format, dtype, device, group)
-        num_pages = form.num_pages or form.max_num_seqs * -(-form.max_model_len // form.page_size)
-        kv_heads = model.shard.kv_heads[1] - model.shard.kv_heads[0]
-        cache = KVCache(
-            model.config.num_layers, num_pages, form.page_size, kv_heads, model.config.head_dim, dtype, device
-        )
-        engine = Engine(model, cache, form.model.mask_id, form.model.eos_ids)
-        engine.warm_up(min(WARM_UP_TOKENS, form.max_model_len))
-    return engine
-
-
-def _dtype(name: str, device: str) -> torch.dtype:
-    """ "auto": float32 on CPUs, where it is the fastest and exact, bfloat16 on GPUs."""
-    if name == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"dtype is {name!r}; wanted auto, float32, bfloat16 or float16")
-    return getattr(torch, name)

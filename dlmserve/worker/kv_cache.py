@@ -7,6 +7,7 @@ contents or of attention.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,16 +66,25 @@ class PageAllocator:
             raise AssertionError(f"the free list is not sorted: {self._free}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slots:
-    """Where a canvas lives in the K/V tensors: `index` [L] token slots; `start` where they are neighbours."""
+    """Where a canvas lives in the K/V tensors. index i64 [L]: its token slots; `start`, where they are neighbours."""
 
-    index: Tensor
+    index: np.ndarray
     start: int | None
+    pages: list[int]
+    on_device: Tensor  # the index there
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.index)
 
 
 class KVCache:
-    """K and V of all layers: [num_layers, num_pages * page_size, num_kv_heads, head_dim] each."""
+    """K and V of all layers: [num_layers, (num_pages + 1) * page_size, num_kv_heads, head_dim] each.
+
+    The last page belongs to nobody: what pads a batch is written there (`scratch`).
+    """
 
     def __init__(
         self,
@@ -88,17 +98,21 @@ class KVCache:
     ) -> None:
         self.page_size = page_size
         self.pages = PageAllocator(num_pages)
-        shape = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
+        shape = (num_layers, (num_pages + 1) * page_size, num_kv_heads, head_dim)
         self._k = torch.zeros(shape, dtype=dtype, device=device)
         self._v = torch.zeros(shape, dtype=dtype, device=device)
+        self.scratch = self._slots([num_pages], 1)
 
     def reserve(self, request: int, num_tokens: int) -> Slots:
         """Raises OutOfPages."""
-        pages = self.pages.allocate(request, -(-num_tokens // self.page_size))
-        offsets = torch.arange(self.page_size)
-        index = (torch.tensor(pages)[:, None] * self.page_size + offsets).flatten()[:num_tokens]
+        return self._slots(self.pages.allocate(request, -(-num_tokens // self.page_size)), num_tokens)
+
+    def _slots(self, pages: list[int], num_tokens: int) -> Slots:
+        offsets = np.arange(self.page_size)
+        index = (np.array(pages)[:, None] * self.page_size + offsets).reshape(-1)[:num_tokens]
         neighbours = pages == list(range(pages[0], pages[0] + len(pages)))
-        return Slots(index.to(self._k.device), pages[0] * self.page_size if neighbours else None)
+        start = pages[0] * self.page_size if neighbours else None
+        return Slots(index, start, pages, torch.from_numpy(index).to(self._k.device))
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k, v [T, num_kv_heads, head_dim] into token slots [T]."""
@@ -107,10 +121,19 @@ class KVCache:
 
     def read(self, layer: int, slots: Slots) -> tuple[Tensor, Tensor]:
         """K and V of one canvas, [L, num_kv_heads, head_dim] each: views where its pages are neighbours."""
+        k, v = self.layer(layer)
         if slots.start is None:
-            return self._k[layer][slots.index], self._v[layer][slots.index]
-        run = slice(slots.start, slots.start + len(slots.index))
-        return self._k[layer][run], self._v[layer][run]
+            return k[slots.on_device], v[slots.on_device]
+        run = slice(slots.start, slots.start + slots.num_tokens)
+        return k[run], v[run]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of all token slots, [slots, num_kv_heads, head_dim] each."""
+        return self._k[layer], self._v[layer]
+
+    def paged(self, x: Tensor) -> Tensor:
+        """A view of either as [pages, page_size, num_kv_heads, head_dim]."""
+        return x.view(-1, self.page_size, *x.shape[1:])
 
     def check(self) -> None:
         self.pages.check()

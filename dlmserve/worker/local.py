@@ -12,7 +12,8 @@ import torch
 
 from dlmserve.errors import ConfigError, WorkerError
 from dlmserve.messages import Command, Form
-from dlmserve.worker.engine import Engine, StepResult, build_engine
+from dlmserve.worker.build import build_engine
+from dlmserve.worker.engine import Engine, StepResult
 from dlmserve.worker.parallel import make_group
 
 

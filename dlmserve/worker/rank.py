@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from dlmserve.worker.engine import build_engine
+    from dlmserve.worker.build import build_engine
     from dlmserve.worker.parallel import make_group
 
     if args.device == "cpu":

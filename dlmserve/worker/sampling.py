@@ -8,6 +8,7 @@ and stays in the sum, as the public samplers' softmax has it.
 """
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,15 @@ from dlmserve import kernels
 from dlmserve.kernels import Rows
 from dlmserve.messages import Decoding
 from dlmserve.worker.models.decoder import Decoder
+
+
+class NoiseKeys(NamedTuple):
+    """What a row is drawn by, in the order in which `kernels.sample_rows` takes it; [rows] each."""
+
+    temperature: Tensor
+    seed: Tensor
+    position: Tensor
+    step: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,16 +53,25 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
+class Top:
+    """The best tokens of consecutive rows from `start` on: log probabilities f32 and ids i64, [rows, num_top]."""
+
+    start: int
+    values: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
 class Drawn:
-    """token i64 [M], confidence f32 [M] (not finite where the row's logits are not); top: row -> alternatives."""
+    """token i64 [M], confidence f32 [M] (not finite where the row's logits are not)."""
 
     token: Tensor
     confidence: Tensor
-    top: dict[int, list[tuple[int, float]]]
+    top: list[Top]
 
 
 class Sampler:
-    """Draws for the shard of one rank; every method is collective over the model's group."""
+    """Draws for the shard of one rank; `draw` and `full_logits` are collective over the model's group."""
 
     def __init__(self, model: Decoder, mask_id: int) -> None:
         self._model, self._group = model, model.group
@@ -60,29 +79,44 @@ class Sampler:
         self._offset = model.shard.vocab[0]
         self._full_rows = -(-model.config.vocab_size // self._group.size)  # vocabulary rows of a full shard
 
-    def draw(self, hidden: Tensor, groups: list[RowGroup]) -> Drawn:
-        """hidden [M, d] of all requests' candidate rows, in the order of `groups`."""
-        special = [g for g in groups if not g.is_greedy or g.needs_distribution]
-        if not special:
-            rows = self._greedy(hidden)
-            return Drawn(rows.token, kernels.confidence(rows), {})
+    @staticmethod
+    def arrays(groups: list[RowGroup]) -> dict[str, np.ndarray]:
+        """What `draw` needs on the device: nothing where all rows are greedy."""
+        arrays: dict[str, np.ndarray] = {}
+        for kind, members in _by_kind(groups).items():
+            if kind == "greedy" and len(members) == len(groups):
+                continue
+            arrays[f"{kind}.rows"] = np.concatenate([np.arange(g.start, g.end) for g in members])
+            if kind != "greedy":
+                arrays |= {f"{kind}.{name}": key for name, key in _noise_keys(members).items()}
+        return arrays
+
+    def draw(self, hidden: Tensor, groups: list[RowGroup], index: dict[str, Tensor]) -> Drawn:
+        """hidden [M, d] of all requests' candidate rows, in the order of `groups`; index: `arrays` on the device."""
+        kinds = _by_kind(groups)
+        if kinds.keys() == {"greedy"}:
+            rows = self.greedy(hidden)
+            return Drawn(rows.token, kernels.confidence(rows), [])
         token = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         confidence = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        top: dict[int, list[tuple[int, float]]] = {}
-        drawers = (
-            ([g for g in groups if g.is_greedy and not g.needs_distribution], self._draw_greedy),
-            ([g for g in special if not g.needs_distribution], self._draw_noisy),
-            ([g for g in special if g.needs_distribution], self._draw_distribution),
-        )
-        for members, drawer in drawers:
-            if members:
-                index = torch.cat([torch.arange(g.start, g.end) for g in members]).to(hidden.device)
-                rows, alternatives = drawer(hidden[index], members)
-                token[index], confidence[index] = rows.token, kernels.confidence(rows)
-                top.update({int(index[i]): entries for i, entries in alternatives.items()})
+        top: list[Top] = []
+        for kind, members in kinds.items():
+            places = index[f"{kind}.rows"]
+            mine = hidden[places]
+            if kind == "greedy":
+                rows = self.greedy(mine)
+            else:
+                keys = NoiseKeys(*(index[f"{kind}.{name}"] for name in NoiseKeys._fields))
+                if kind == "noisy":
+                    rows = self._draw_noisy(mine, keys)
+                else:
+                    rows, more = self._draw_distribution(mine, members, keys)
+                    top += more
+            token[places], confidence[places] = rows.token, kernels.confidence(rows)
         return Drawn(token, confidence, top)
 
-    def _greedy(self, hidden: Tensor) -> Rows:
+    def greedy(self, hidden: Tensor) -> Rows:
+        """The most probable token of each row of hidden [M, d]."""
         local = kernels.head_rows(hidden.float(), self._model.head, self._offset, self._banned)
         if self._group.size == 1:
             return local
@@ -90,37 +124,34 @@ class Sampler:
             [kernels.unpack(part)[1] for part in self._group.all_gather(kernels.pack(local))]
         )
 
-    def _draw_greedy(self, hidden: Tensor, groups: list[RowGroup]) -> tuple[Rows, dict]:
-        return self._greedy(hidden), {}
-
-    def _draw_noisy(self, hidden: Tensor, groups: list[RowGroup]) -> tuple[Rows, dict]:
+    def _draw_noisy(self, hidden: Tensor, keys: NoiseKeys) -> Rows:
         logits = self._logits(hidden)
-        score, local = kernels.sample_rows(logits, *_noise_keys(groups), self._offset, self._banned)
+        score, local = kernels.sample_rows(logits, *keys, self._offset, self._banned)
         if self._group.size == 1:
-            return local, {}
+            return local
         parts = [kernels.unpack(part) for part in self._group.all_gather(kernels.pack(local, score))]
         scores, rows = zip(*parts, strict=True)
-        return kernels.combine(rows, scores), {}
+        return kernels.combine(rows, scores)
 
-    def _draw_distribution(self, hidden: Tensor, groups: list[RowGroup]) -> tuple[Rows, dict]:
+    def _draw_distribution(
+        self, hidden: Tensor, groups: list[RowGroup], keys: NoiseKeys
+    ) -> tuple[Rows, list[Top]]:
         """Rows of the whole vocabulary on every rank: each filters and draws the same."""
         logits = self.full_logits(hidden)
         allowed = logits.clone()
-        allowed[:, list(self._banned)] = -torch.inf
-        top: dict[int, list[tuple[int, float]]] = {}
+        for token in self._banned:
+            allowed[:, token] = -torch.inf
+        top: list[Top] = []
         at = 0
         for group in groups:
             rows = slice(at, at + group.end - group.start)
             if group.decoding.num_top:
                 ranked = logits[rows].log_softmax(-1).topk(group.decoding.num_top, -1)
-                for i, (values, ids) in enumerate(
-                    zip(ranked.values.tolist(), ranked.indices.tolist(), strict=True)
-                ):
-                    top[at + i] = list(zip(ids, values, strict=True))
+                top.append(Top(group.start, ranked.values, ranked.indices))
             if not group.is_greedy:
                 allowed[rows] = _nucleus(allowed[rows], group.decoding)
             at = rows.stop
-        _, drawn = kernels.sample_rows(allowed, *_noise_keys(groups))
+        _, drawn = kernels.sample_rows(allowed, *keys)
         raw = logits.gather(1, drawn.token.clamp(min=0)[:, None])[:, 0]
         return Rows(raw, drawn.token, logits.logsumexp(-1)), top
 
@@ -137,19 +168,24 @@ class Sampler:
         return torch.cat(list(self._group.all_gather(padded)), 1)[:, : self._model.config.vocab_size]
 
 
-def _noise_keys(groups: list[RowGroup]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """temperature, seed, position, step of each row."""
-    lengths = torch.tensor([g.end - g.start for g in groups])
+def _by_kind(groups: list[RowGroup]) -> dict[Literal["greedy", "noisy", "distribution"], list[RowGroup]]:
+    """Which of the three ways each request's rows are drawn; ways that nobody takes are absent."""
+    kinds: dict = {}
+    for group in groups:
+        kind = "distribution" if group.needs_distribution else "greedy" if group.is_greedy else "noisy"
+        kinds.setdefault(kind, []).append(group)
+    return kinds
 
-    def spread(values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
 
-    return (
-        spread([g.decoding.temperature for g in groups], torch.float32),
-        spread([g.decoding.seed for g in groups], torch.int64),
-        torch.from_numpy(np.concatenate([g.columns for g in groups]).astype(np.int64)),
-        spread([g.step for g in groups], torch.int64),
-    )
+def _noise_keys(groups: list[RowGroup]) -> dict[str, np.ndarray]:
+    """What `kernels.sample_rows` draws by, of each row."""
+    lengths = [g.end - g.start for g in groups]
+    return {
+        "temperature": np.repeat(np.array([g.decoding.temperature for g in groups], np.float32), lengths),
+        "seed": np.repeat(np.array([g.decoding.seed for g in groups], np.int64), lengths),
+        "position": np.concatenate([g.columns for g in groups]).astype(np.int64),
+        "step": np.repeat(np.array([g.step for g in groups], np.int64), lengths),
+    }
 
 
 def _nucleus(logits: Tensor, decoding: Decoding) -> Tensor:

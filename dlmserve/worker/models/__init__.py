@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from dlmserve.checkpoint import ModelInfo, read_json
+from dlmserve.worker.attention import Attention
 from dlmserve.worker.models import dream, llada
 from dlmserve.worker.models.decoder import Decoder, DecoderConfig
 from dlmserve.worker.parallel import Group
@@ -18,9 +19,17 @@ def read_config(info: ModelInfo) -> DecoderConfig:
     return FAMILIES[info.family].read_config(read_json(info.path, "config.json", required=True))
 
 
-def load_model(info: ModelInfo, load_format: str, dtype: torch.dtype, device: str, group: Group) -> Decoder:
+def load_model(
+    info: ModelInfo,
+    load_format: str,
+    dtype: torch.dtype,
+    device: str,
+    group: Group,
+    attention: Attention,
+) -> Decoder:
     """The rank's shard of the model. Raises CheckpointError."""
     config = read_config(info)
     config = replace(config, max_len=min(config.max_len, info.max_model_len))
     weights = open_weights(info.path, load_format, dtype, device)
-    return Decoder(config, FAMILIES[info.family].NAMES, weights, group, dtype, device)
+    names = FAMILIES[info.family].NAMES
+    return Decoder(config, names, weights, group, dtype, device, attention)

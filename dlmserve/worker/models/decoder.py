@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlmserve import kernels
 from dlmserve.errors import ConfigError
-from dlmserve.worker.attention import attend
+from dlmserve.worker.attention import Attention
 from dlmserve.worker.batch import Batch
 from dlmserve.worker.kv_cache import KVCache
 from dlmserve.worker.linear import Linear
@@ -134,8 +134,9 @@ class Layer:
         weights: Weights,
         shard: Shard,
         group: Group,
+        attention: Attention,
     ) -> None:
-        self._index, self._group = index, group
+        self._index, self._group, self._attention = index, group, attention
         prefix, d, hd = names.layer.format(index), config.hidden_size, config.head_dim
         self._num_heads = shard.heads[1] - shard.heads[0]
         self._num_kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
@@ -177,10 +178,10 @@ class Layer:
             assert cache is not None
             picked = (k, v) if batch.store_from is None else (k[batch.store_from], v[batch.store_from])
             cache.write(self._index, batch.store_slots, *picked)
-        segments = batch.segments
         if only_rows:
-            q, x, segments = q[batch.rows], x[batch.rows], batch.row_segments
-        x = x + self._group.all_reduce_(self._o(attend(q, k, v, segments, cache, self._index)))
+            q, x = q[batch.rows], x[batch.rows]
+        y = self._attention.attend(q, k, v, batch.plan, batch.index, cache, self._index, only_rows)
+        x = x + self._group.all_reduce_(self._o(y))
         gated = kernels.silu_gate(self._gate_up(self._mlp_norm(x)))
         return x + self._group.all_reduce_(self._down(gated))
 
@@ -196,8 +197,10 @@ class Decoder:
         group: Group,
         dtype: torch.dtype,
         device: str,
+        attention: Attention,
     ) -> None:
         self.config, self.group, self.dtype, self.device = config, group, dtype, device
+        self.attention = attention
         self.shard = shard_of(config, group.rank, group.size)
         vocab, d = (config.vocab_size, config.hidden_size), config.hidden_size
         self._embedding = weights.get(names.embedding, vocab, 0, *self.shard.vocab)
@@ -206,15 +209,17 @@ class Decoder:
         )
         self._final_norm = RMSNorm(weights.get(names.final_norm, (d,)), config.norm_eps)
         self._rope = Rope(config, config.max_len, dtype, device)
-        self._layers = [Layer(i, config, names, weights, self.shard, group) for i in range(config.num_layers)]
+        self._layers = [
+            Layer(i, config, names, weights, self.shard, group, attention) for i in range(config.num_layers)
+        ]
 
     def forward(self, batch: Batch, cache: KVCache | None) -> Tensor:
-        """Final, normalised hidden states of the batch's rows: [M, d]."""
+        """Final, normalised hidden states of the batch's rows, [M, d], or of all its tokens, [T, d]."""
         x = self._embed(batch.tokens)
         cos, sin = self._rope.tables(batch.positions)
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            x = layer(x, cos, sin, batch, cache, only_rows=i == last)
+            x = layer(x, cos, sin, batch, cache, only_rows=i == last and batch.rows is not None)
         return self._final_norm(x)
 
     def _embed(self, tokens: Tensor) -> Tensor:

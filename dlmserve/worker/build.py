@@ -1,0 +1,59 @@
+"""Makes an engine from a Form: attention, weights, KV pages, captured graphs, warm-up, in this order.
+
+Knows which part needs which; what each does is in its own file.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from dlmserve.checkpoint import read_model_info
+from dlmserve.errors import ConfigError
+from dlmserve.messages import Form
+from dlmserve.worker import attention, memory
+from dlmserve.worker.device import Device, make_device
+from dlmserve.worker.engine import Engine
+from dlmserve.worker.graphs import Graphs, usual_buckets
+from dlmserve.worker.kv_cache import KVCache
+from dlmserve.worker.models import load_model, read_config
+from dlmserve.worker.parallel import Group
+from dlmserve.worker.runner import Runner
+
+WARM_UP_TOKENS = 32
+
+
+def build_engine(form: Form, device: str, group: Group) -> Engine:
+    """Loads this rank's weights, sizes and allocates KV pages, warms up. Raises DlmServeError."""
+    return build_on(make_device(device), form, group, with_graphs=device != "cpu")
+
+
+@torch.inference_mode()
+def build_on(device: Device, form: Form, group: Group, with_graphs: bool) -> Engine:
+    """The same on a given device. Graphs are captured where the attention fits them, too."""
+    info = replace(read_model_info(form.model.path), max_model_len=form.max_model_len)
+    config = read_config(info)
+    dtype = _dtype(form.model.dtype, device.name)
+    chosen = attention.choose(form.attention, device.name, dtype, config.head_dim, form.page_size)
+    with device.named_errors():
+        model = load_model(info, form.model.load_format, dtype, device.name, group, chosen)
+        num_pages = form.num_pages or memory.num_pages(form, model, device)
+        kv_heads = model.shard.kv_heads[1] - model.shard.kv_heads[0]
+        shape = (config.num_layers, num_pages, form.page_size, kv_heads, config.head_dim)
+        cache = KVCache(*shape, dtype, device.name)
+        graphs = Graphs(model, cache, device) if with_graphs and chosen.fits_graphs else None
+        if graphs:
+            limits = (form.max_num_seqs, form.max_model_len, form.page_size)
+            for bucket in usual_buckets(info.default_block_length, *limits):
+                graphs.get(bucket)
+        engine = Engine(Runner(model, cache, device, graphs), form.model.mask_id, form.model.eos_ids)
+        engine.warm_up(min(WARM_UP_TOKENS, form.max_model_len))
+    return engine
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    """ "auto": float32 on CPUs, where it is the fastest and exact, bfloat16 on GPUs."""
+    if name == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype is {name!r}; wanted auto, float32, bfloat16 or float16")
+    return getattr(torch, name)
