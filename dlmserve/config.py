@@ -38,6 +38,8 @@ class ServerConfig:
     policy_options: dict[str, float] = field(default_factory=dict)  # what each policy's known_options name
     max_resident_tokens: int | None = None  # per instance, of all canvases; None: the policy's own limit
     page_size: int = 32
+    memory_fraction: float = 0.9
+    attention: str = "auto"
     listen: str | None = None
     drain_s: float = 30.0
     heartbeat_timeout_s: float = 10.0
@@ -61,6 +63,7 @@ class ServerConfig:
             "load_format": ("auto", "dummy"),
             "device": ("auto", "cpu", "cuda"),
             "dtype": ("auto", "float32", "bfloat16", "float16"),
+            "attention": ("auto", "flash", "varlen", "sdpa"),
             "cache": ("none", "prefix", "dual"),
             "log_format": ("text", "json"),
         }
@@ -82,6 +85,8 @@ class ServerConfig:
         for name in ("max_num_seqs", "max_queue", "page_size", "num_devices"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} is {getattr(self, name)}; wanted at least 1")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"--memory-fraction is {self.memory_fraction}; wanted above 0 and at most 1")
         for threshold in self.thresholds:
             if not 0.0 < threshold <= 1.0:
                 raise ConfigError(f"--thresholds has {threshold}; wanted values above 0 and at most 1")

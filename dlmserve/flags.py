@@ -81,6 +81,8 @@ FLAGS = [
     ),
     _flag("devices", "max_num_seqs", "N", "requests at once, per instance", **_INTEGER),
     _flag("devices", "page_size", "N", "tokens in a page of KV memory", **_INTEGER),
+    _flag("devices", "memory_fraction", "X", "part of each GPU's memory that a rank may fill", **_NUMBER),
+    _flag("devices", "attention", "NAME", "auto, flash, varlen or sdpa"),
     _flag("decoding", "block_length", "N", "default block length (default: the model's, or 32)", **_INTEGER),
     _flag(
         "decoding",

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from dlmserve.checkpoint import read_model_info, resolve
-from dlmserve.errors import CheckpointError, WorkerError
+from dlmserve.errors import CheckpointError, DeviceLost, OutOfMemory, WorkerError
 from dlmserve.messages import (
     PROTOCOL_VERSION,
     Admit,
@@ -52,7 +52,7 @@ class RankProcess:
         generation = next(RankProcess.generations)
         self.identity = f"n:0:{generation}"
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["dlmserve.worker.engine"])
+        context.set_forkserver_preload(["dlmserve.worker.build"])
         flags = ["--node=n", "--index=0", f"--generation={generation}", "--device=cpu"]
         flags += [f"--head={head.endpoint}", f"--run-dir={head.run_dir}"]
         self.process = context.Process(target=run_rank, args=(flags,), daemon=True)
@@ -339,9 +339,10 @@ def test_an_agents_ranks_serve_and_a_killed_one_is_replaced(head):
         ("cpu", WorkerError("a peer died"), True),
         ("cpu", RuntimeError("anything"), True),
         ("cuda:0", CheckpointError("no such folder"), True),
-        ("cuda:0", torch.OutOfMemoryError("too large"), True),
+        ("cuda:0", OutOfMemory("too large"), True),
         ("cuda:0", WorkerError("a peer died"), False),
-        ("cuda:0", RuntimeError("an illegal memory access"), False),
+        ("cuda:0", DeviceLost("an illegal memory access"), False),
+        ("cuda:0", RuntimeError("anything"), False),
     ],
 )
 def test_a_gpu_is_not_used_again_after_an_error_that_may_have_broken_it(device, error, usable):

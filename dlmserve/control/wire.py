@@ -88,4 +88,6 @@ class FormMaker:
             num_pages=0,
             page_size=self._config.page_size,
             collective_timeout_s=self._config.collective_timeout_s,
+            attention=self._config.attention,
+            memory_fraction=self._config.memory_fraction,
         )

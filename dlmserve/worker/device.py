@@ -44,6 +44,9 @@ class Device:
         """A quicker way to do `work` again and again, on the same tensors with other contents."""
         return work
 
+    def wait(self) -> None:
+        """Until all that is queued is done."""
+
     def free_bytes(self) -> tuple[int, int] | None:
         """Free and total device memory; None where pages are not sized by it."""
         return None
@@ -122,6 +125,9 @@ class CudaDevice(Device):
             return out
 
         return replay
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.name)
 
     def free_bytes(self) -> tuple[int, int] | None:
         torch.cuda.empty_cache()

@@ -226,6 +226,7 @@ class Engine:
 
     def close(self) -> None:
         self._residents.clear()
+        self._runner.close()
 
 
 def _row_groups(plans: list[StepPlan]) -> list[RowGroup]:

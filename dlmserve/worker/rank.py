@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dlmserve.errors import DlmServeError, WorkerError
+from dlmserve.errors import DlmServeError, OutOfMemory, WorkerError
 from dlmserve.messages import (
     PROTOCOL_VERSION,
     Dissolved,
@@ -94,16 +94,12 @@ class Rank:
 def is_device_usable(device: str, error: Exception) -> bool:
     """Whether the process can form another instance after this error.
 
-    A CPU always can. On a GPU a broken collective leaves a kernel on the stream that never ends, and a device
-    error makes the CUDA context useless; running out of memory, and what was raised on purpose, do no harm.
+    A CPU always can. On a GPU a broken collective leaves a kernel on the stream that never ends, and a lost device
+    makes the CUDA context useless; running out of memory, and what else was raised on purpose, do no harm.
     """
-    if device == "cpu":
+    if device == "cpu" or isinstance(error, OutOfMemory):
         return True
-    import torch
-
-    if isinstance(error, WorkerError):
-        return False
-    return isinstance(error, DlmServeError | torch.OutOfMemoryError)
+    return isinstance(error, DlmServeError) and not isinstance(error, WorkerError)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -39,3 +39,8 @@ class Runner:
         packed = pack(spans, self.model.attention.plan)
         tensors = self._staging.put(packed.arrays | more)
         return self.model.forward(on_device(packed, tensors), self.cache), tensors
+
+    def close(self) -> None:
+        """Before the group is left: a graph may hold collectives of it."""
+        self.device.wait()
+        self._graphs = None

@@ -48,7 +48,8 @@ class Engine(Protocol):
     def token_s(self) -> float: ...
     def apply(self, command: Command) -> None: ...
     def has_work(self) -> bool: ...
-    def step(self) -> StepResult: ...
+    def launch(self) -> None: ...
+    def finish(self) -> StepResult: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
 
@@ -60,17 +61,22 @@ def lead(form: Form, engine: Engine, head: Dealer) -> None:
     """
     followers = PlanSender(form.instance, form.plan_endpoints[1:])
     timer = StepTimer()
+    unsent: list[StepReport] = []  # of the last step: the head hears of it while the next one runs
     try:
         while (commands := receive_commands(form, head, wait=not engine.has_work())) is not None:
             followers.send(RunStep(commands), form.collective_timeout_s)
             apply(commands, engine)
             if engine.has_work():
                 timer.start()
-                result = engine.step()
+                engine.launch()
+                send_all(head, unsent)
+                result = engine.finish()
                 timer.stop(engine.has_work())
-                head.send(report(form, engine, timer, result))
+                unsent.append(report(form, engine, timer, result))
             if not engine.has_work():
+                send_all(head, unsent)
                 engine.check()
+        send_all(head, unsent)
         followers.send(Leave(), form.collective_timeout_s)
     finally:
         followers.close()
@@ -95,7 +101,8 @@ def follow(form: Form, engine: Engine, head: Dealer, plans: PlanReceiver) -> Non
             case RunStep(commands):
                 apply(commands, engine)
                 if engine.has_work():
-                    engine.step()
+                    engine.launch()
+                    engine.finish()
                 else:
                     engine.check()
 
@@ -123,6 +130,11 @@ def receive_commands(form: Form, head: Dealer, wait: bool) -> list[Command] | No
 def apply(commands: list[Command], engine: Engine) -> None:
     for command in commands:
         engine.apply(command)
+
+
+def send_all(head: Dealer, reports: list[StepReport]) -> None:
+    while reports:
+        head.send(reports.pop(0))
 
 
 class StepTimer:
