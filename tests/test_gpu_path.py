@@ -228,7 +228,9 @@ class TestMemory:
 
     def test_memory_for_less_than_one_request_is_a_named_error(self, make_form: Callable[..., Form]) -> None:
         form = make_form(num_pages=0)
-        with pytest.raises(OutOfMemory, match=r"room for 0 KV pages .* wanted 64 .* --memory-fraction \(0.9\)"):
+        with pytest.raises(
+            OutOfMemory, match=r"room for 0 KV pages .* wanted 64 .* --memory-fraction \(0.9\)"
+        ):
             self.pages(form, 3 * GIB, 10 * GIB, 2 * GIB)
 
     def token_bytes(self, form: Form) -> int:
@@ -240,9 +242,17 @@ class TestMemory:
 @pytest.mark.parametrize(
     ("raised", "named", "words"),
     [
-        (torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMore."), OutOfMemory, "allocate 2 GiB.; lower --mem"),
+        (
+            torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMore."),
+            OutOfMemory,
+            "allocate 2 GiB.; lower --mem",
+        ),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), OutOfMemory, "use a higher TP degree"),
-        (RuntimeError("CUDA error: an illegal memory access"), DeviceLost, "cpu is lost: CUDA error: an illegal"),
+        (
+            RuntimeError("CUDA error: an illegal memory access"),
+            DeviceLost,
+            "cpu is lost: CUDA error: an illegal",
+        ),
         (RuntimeError("shapes do not match"), RuntimeError, "shapes do not match"),
     ],
 )

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from dlmserve.checkpoint import read_model_info, resolve
