@@ -9,6 +9,7 @@
     ├── QueueFull              try again later (HTTP 429)
     ├── Unavailable            draining, or no instance serves (HTTP 503)
     ├── NotFinite              the logits of one request are NaN or infinite (HTTP 500)
+    ├── KernelsUnavailable     the CUDA kernels cannot be compiled or loaded here
     ├── ProtocolError          a message that does not belong to this protocol version
     └── WorkerError            an instance could not be formed, or was lost
         ├── OutOfPages         an admission that the KV pages cannot hold
@@ -65,6 +66,10 @@ class Unavailable(DlmServeError):
 
 class NotFinite(DlmServeError):
     """A request's logits are NaN or infinite."""
+
+
+class KernelsUnavailable(DlmServeError):
+    """The CUDA kernels cannot be compiled or loaded on this machine."""
 
 
 class ProtocolError(DlmServeError):

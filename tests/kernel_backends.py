@@ -1,6 +1,7 @@
 """The back ends of dlmserve.kernels that the tests of the kernels run over, and how their results are compared."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlmserve.kernels import Rows, StepOutcome, native, reference, step, tiled
+from dlmserve.kernels import Rows, StepOutcome, cuda, native, reference, step, tiled
+from tests import cuda_emulator
 
 
 class Backend(NamedTuple):
@@ -17,6 +19,7 @@ class Backend(NamedTuple):
     sample_rows: Callable[..., tuple[Tensor, Rows]]
     select: Callable[..., Tensor]
     unmask_step: Callable[..., StepOutcome]
+    top2_logits: Callable[..., Tensor]
 
 
 def in_tiles(logit_rows: Callable[..., Rows]) -> Callable[..., Rows]:
@@ -26,7 +29,26 @@ def in_tiles(logit_rows: Callable[..., Rows]) -> Callable[..., Rows]:
     return head_rows
 
 
-@pytest.fixture(params=["torch", "torch tiles", "c++ tiles", "c++ 128", "c++ 256", "c++ 512"])
+CPU_BACKENDS = ("torch", "torch tiles", "c++ tiles", "c++ 128", "c++ 256", "c++ 512")
+EMULATED = tuple(f"cuda {order}" for order in cuda_emulator.ORDERS)
+
+
+def emulated(order: str) -> cuda.CudaKernels:
+    """The CUDA back end on CPU tensors: a small device, so that rows are split and the head runs in chunks."""
+    return cuda.CudaKernels(cuda_emulator.launcher(order), num_processors=2, memory_bytes=400_000)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN: what a kernel leaves out, or reads too early, shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=(*CPU_BACKENDS, *EMULATED))
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     kind, _, what = request.param.partition(" ")
     if what == "tiles":
@@ -34,6 +56,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if kind == "torch":
         head_rows = in_tiles(reference.logit_rows) if what else reference.head_rows
         yield _backend(reference, head_rows)
+        return
+    if kind == "cuda":
+        monkeypatch.setattr(cuda, "LEAST_STRETCH", 64)
+        device = emulated(what)
+        with poisoned_memory():
+            yield Backend(*(getattr(device, name) for name in Backend._fields))
         return
     if native is None:
         pytest.skip("the C++ kernels are not built")
@@ -49,7 +77,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def _backend(module, head_rows: Callable[..., Rows]) -> Backend:
     unmask_step = partial(step.unmask_step, select=module.select)
-    return Backend(head_rows, module.logit_rows, module.sample_rows, module.select, unmask_step)
+    return Backend(
+        head_rows, module.logit_rows, module.sample_rows, module.select, unmask_step, reference.top2_logits
+    )
 
 
 def assert_same(seen: Rows, wanted: Rows) -> None:

@@ -1,5 +1,5 @@
-"""Every back end of dlmserve.kernels against reference.py: one test body, run on torch (at once and in tiles)
-and on each instruction set of the C++ kernels that this processor has.
+"""Every back end of dlmserve.kernels against reference.py: one test body, run on torch (at once and in tiles), on
+each instruction set of the C++ kernels that this processor has, and on the CUDA kernels, emulated on the CPU.
 """
 
 import math
@@ -23,7 +23,7 @@ from dlmserve.kernels import (
     reference,
     tiled,
 )
-from tests.kernel_backends import Backend, assert_same, exact, normal
+from tests.kernel_backends import CPU_BACKENDS, Backend, assert_same, exact, normal
 
 INF, NAN = math.inf, math.nan
 PROPERTY = settings(
@@ -146,6 +146,24 @@ def test_two_threads_find_what_one_finds(backend, two_threads, monkeypatch, dtyp
     assert_same(backend.logit_rows(logits, 0, banned), reference.logit_rows(logits, 0, banned))
 
 
+@PROPERTY
+@given(
+    data=st.data(),
+    num_tokens=st.integers(0, 40),
+    banned=st.sets(st.integers(0, 40), max_size=3),
+    cut=st.integers(0, 40),
+)
+def test_the_two_largest_logits_of_slices_combine(backend, data, num_tokens, banned, cut):
+    values = st.one_of(st.sampled_from([0.0, 1.0, 1.0, INF, -INF, NAN]), st.floats(-9, 9, width=32))
+    row = data.draw(st.lists(values, min_size=num_tokens, max_size=num_tokens))
+    logits = torch.tensor([row], dtype=torch.float32)
+    slices = (logits[:, :cut], 0), (logits[:, cut:], min(cut, num_tokens))
+    seen = [backend.top2_logits(part, start, sorted(banned)) for part, start in slices]
+    allowed = [x for token, x in enumerate(logits[0].tolist()) if math.isfinite(x) and token not in banned]
+    wanted = sorted([*allowed, -INF, -INF], reverse=True)[:2]
+    assert torch.cat(seen, 1).topk(2).values.tolist() == [wanted]
+
+
 # --- sampling -----------------------------------------------------------------------------------------------
 
 
@@ -202,6 +220,7 @@ def test_temperature_zero_is_greedy_and_the_logit_stays_raw(backend):
     torch.testing.assert_close(rows.lse, greedy.lse)
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)  # 20,000 emulated blocks would take long
 @pytest.mark.parametrize("varied", ["seed", "position", "step"])
 def test_draws_follow_the_softmax_whichever_key_varies(backend, varied):
     num_draws, temperature = 20_000, 0.5
@@ -293,6 +312,14 @@ def test_select_refuses_what_makes_no_sense(backend, offsets, rule):
 
 
 # --- the public functions -----------------------------------------------------------------------------------
+
+
+def test_bf16_logits_are_taken_as_they_are():
+    logits = normal(3, 90, seed=4).mul(4).bfloat16()
+    draw = (torch.full((3,), 0.7), *keys(3))
+    assert_same(kernels.logit_rows(logits), reference.logit_rows(logits.float()))
+    assert_same(kernels.sample_rows(logits, *draw)[1], reference.sample_rows(logits.float(), *draw)[1])
+    assert kernels.top2_logits(logits).tolist() == reference.top2_logits(logits.float()).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,16 +1,19 @@
 """Confidence of masked positions, sampling, the choice of what is unmasked, and a CPU's products and norms.
 
-Owns the checks of arguments and the choice of back end, made once, at import: the compiled C++ kernels, or
-torch where they were not built. reference.py says what each function returns; every back end agrees with it.
-Tensors on another device than the CPU take the torch path. Knows nothing of models and processes.
+Owns the checks of arguments and the choice of back end: for CPU tensors the compiled C++ kernels, for CUDA tensors
+those of csrc/*.cu, compiled at first use, and torch where either is missing. reference.py and step.py say what each
+function returns; every back end agrees with them. Knows nothing of models and processes.
 """
 
+import logging
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from dlmserve.kernels import reference, step, tiled
+from dlmserve.errors import KernelsUnavailable
+from dlmserve.kernels import cuda, reference, step, tiled
 from dlmserve.kernels.reference import ALL, FACTOR, QUOTA, THRESHOLD, Rows, combine, confidence
 from dlmserve.kernels.step import StepOutcome, pack, unpack
 
@@ -22,12 +25,18 @@ except ImportError as error:
 __all__ = [
     "ALL", "FACTOR", "QUOTA", "THRESHOLD", "Rows", "StepOutcome", "backend_name", "combine", "confidence",
     "head_rows", "logit_rows", "pack", "packed_weight", "rms_norm", "sample_rows", "select", "silu_gate",
-    "unmask_step", "unpack",
+    "top2_logits", "unmask_step", "unpack",
 ]  # fmt: skip
 
 
-def backend_name() -> str:
-    """What CPU tensors run on, such as "c++ (avx2)"."""
+log = logging.getLogger(__name__)
+
+
+def backend_name(device: torch.device | str = "cpu") -> str:
+    """What tensors of a device run on, such as "c++ (avx2)" or "cuda (sm_90)"."""
+    device = torch.device(device)
+    if device.type != "cpu":
+        return _cuda_kernels(device)[1]
     if native is None:
         return f"torch (no compiled kernel: {_missing})"
     return f"c++ ({native.ISA_NAMES[native.isa_bits()]})"
@@ -40,14 +49,15 @@ def head_rows(
     banned: Sequence[int] = (),
     bias: Tensor | None = None,
 ) -> Rows:
-    """The most probable allowed token of each row of hidden f32 [M, D], without materialising [M, V] logits.
+    """The most probable allowed token of each row of hidden [M, D], without materialising [M, V] logits.
 
-    weight f32 or bf16 [V, D], contiguous: this rank's slice of the LM head, whose first row is token
-    `token_offset`; bias f32 [V]. `banned` global ids are never the answer, but count in the sum of
-    exponentials. Logits are accumulated in float32 for either dtype, on torch.get_num_threads() threads.
+    hidden f32, or bf16, which a GPU multiplies with bf16 weights as it is. weight f32 or bf16 [V, D], contiguous:
+    this rank's slice of the LM head, whose first row is token `token_offset`; bias f32 [V]. `banned` global ids are
+    never the answer, but count in the sum of exponentials. Logits are accumulated in float32 for either dtype and
+    never rounded to less; on the CPU on torch.get_num_threads() threads.
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or layout.
     """
-    _expect("hidden", hidden, (torch.float32,), 2)
+    _expect("hidden", hidden, (torch.float32, torch.bfloat16), 2)
     _expect("weight", weight, (torch.float32, torch.bfloat16), 2, hidden.shape[1])
     if not weight.is_contiguous():
         raise ValueError(
@@ -55,6 +65,10 @@ def head_rows(
         )
     if bias is not None:
         _expect("bias", bias, (torch.float32,), 1, weight.shape[0])
+    on_device = _on_device(hidden)
+    if on_device is not None:
+        return on_device.head_rows(hidden, weight, token_offset, banned, bias)
+    hidden = hidden.float()
     if native is None or not hidden.is_cpu:
         return tiled.head_rows(hidden, weight, token_offset, banned, bias, reference.logit_rows)
     if native.fused_pays(weight):
@@ -63,9 +77,20 @@ def head_rows(
 
 
 def logit_rows(logits: Tensor, token_offset: int = 0, banned: Sequence[int] = ()) -> Rows:
-    """The same from given logits f32 [M, V]; a row may be followed by padding."""
-    _expect("logits", logits, (torch.float32,), 2)
-    return _backend(logits).logit_rows(logits, token_offset, banned)
+    """The same from given logits [M, V], f32 or bf16; a row may be followed by padding."""
+    _expect("logits", logits, (torch.float32, torch.bfloat16), 2)
+    return _backend(logits).logit_rows(_as_kernels_take(logits), token_offset, banned)
+
+
+def top2_logits(logits: Tensor, token_offset: int = 0, banned: Sequence[int] = ()) -> Tensor:
+    """f32 [M, 2]: the two largest allowed logits of each row, f32 or bf16; -inf where there is none.
+
+    Their difference is the margin by which a token leads. Those of the whole vocabulary are the top two of its
+    slices' side by side: `torch.cat(slices, 1).topk(2).values`.
+    """
+    _expect("logits", logits, (torch.float32, torch.bfloat16), 2)
+    backend = _on_device(logits) or reference
+    return backend.top2_logits(_as_kernels_take(logits), token_offset, banned)
 
 
 def sample_rows(
@@ -77,18 +102,20 @@ def sample_rows(
     token_offset: int = 0,
     banned: Sequence[int] = (),
 ) -> tuple[Tensor, Rows]:
-    """A token per row of logits f32 [M, V], drawn at temperature f32 [M] (0: the arg-max).
+    """A token per row of logits [M, V], f32 or bf16, drawn at temperature f32 [M] (0: the arg-max).
 
     The noise is keyed by seed, position and step, each i64 [M], and the token id: the same draw in any batch
     and for any split of the vocabulary. Returns score f32 [M], which `combine` compares across slices, and
     Rows with the raw logit of the drawn token.
     """
-    _expect("logits", logits, (torch.float32,), 2)
+    _expect("logits", logits, (torch.float32, torch.bfloat16), 2)
     num_rows = logits.shape[0]
     _expect("temperature", temperature, (torch.float32,), 1, num_rows)
     for name, key in (("seed", seed), ("position", position), ("step", step)):
         _expect(name, key, (torch.int64,), 1, num_rows)
-    return _backend(logits).sample_rows(logits, temperature, seed, position, step, token_offset, banned)
+    return _backend(logits).sample_rows(
+        _as_kernels_take(logits), temperature, seed, position, step, token_offset, banned
+    )
 
 
 def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> Tensor:
@@ -129,6 +156,11 @@ def unmask_step(
     _expect("value", value, (torch.float64,), 1, rule.numel())
     _expect("position", position, (torch.int64,), 1)
     _expect("canvas", canvas, (torch.int64,), 1)
+    if not canvas.is_contiguous():
+        raise ValueError(f"canvas has strides {canvas.stride()}; wanted contiguous: it is written in place")
+    on_device = _on_device(parts)
+    if on_device is not None:
+        return on_device.unmask_step(parts, offsets, rule, value, position, canvas)
     return step.unmask_step(parts, offsets, rule, value, position, canvas, _backend(parts).select)
 
 
@@ -141,16 +173,39 @@ def packed_weight(weight: Tensor):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See reference.rms_norm; x and weight f32."""
-    return _backend(x).rms_norm(x, weight, eps)
+    return _cpu_backend(x).rms_norm(x, weight, eps)
 
 
 def silu_gate(x: Tensor) -> Tensor:
     """See reference.silu_gate; any floating dtype."""
-    return (_backend(x) if x.dtype == torch.float32 else reference).silu_gate(x)
+    return (_cpu_backend(x) if x.dtype == torch.float32 else reference).silu_gate(x)
 
 
 def _backend(tensor: Tensor):
+    return _on_device(tensor) or _cpu_backend(tensor)
+
+
+def _cpu_backend(tensor: Tensor):
     return reference if native is None or not tensor.is_cpu else native
+
+
+def _on_device(tensor: Tensor) -> cuda.CudaKernels | None:
+    return _cuda_kernels(tensor.device)[0] if tensor.is_cuda else None
+
+
+def _as_kernels_take(logits: Tensor) -> Tensor:
+    """Only the CUDA kernels read bf16."""
+    return logits if _on_device(logits) is not None else logits.float()
+
+
+@lru_cache
+def _cuda_kernels(device: torch.device) -> tuple[cuda.CudaKernels | None, str]:
+    """The kernels of a GPU, compiled now, and their name for the log; None where torch must do their work."""
+    try:
+        return cuda.open_device(device)
+    except KernelsUnavailable as error:
+        log.warning("%s runs the confidence kernels in torch, slower: %s", device, error)
+        return None, "torch"
 
 
 def _expect(

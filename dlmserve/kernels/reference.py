@@ -49,6 +49,15 @@ def logit_rows(logits: Tensor, token_offset: int = 0, banned: Sequence[int] = ()
     return _rows(logits, _only_allowed(logits, token_offset, banned), token_offset)[1]
 
 
+def top2_logits(logits: Tensor, token_offset: int = 0, banned: Sequence[int] = ()) -> Tensor:
+    """f32 [M, 2]: the two largest finite logits among the allowed tokens, -inf where there is none.
+
+    Those of the whole vocabulary are the top two of its slices' side by side.
+    """
+    allowed = _only_allowed(logits, token_offset, banned)
+    return torch.nn.functional.pad(allowed, (0, 2), value=-torch.inf).topk(2).values.float()
+
+
 def sample_rows(
     logits: Tensor,
     temperature: Tensor,

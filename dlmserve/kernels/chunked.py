@@ -1,0 +1,56 @@
+"""The LM head on a GPU: torch's matrix product over some rows at a time, whose float32 logits fit the memory set aside.
+
+Knows nothing of how logits are reduced. The weights are read once per chunk, so a chunk takes as many rows as it may.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dlmserve.kernels import tiled
+from dlmserve.kernels.reference import Rows
+
+# What the logits of one chunk may take: enough rows for the product to run at full speed, and no more than a
+# small share of the device's memory.
+LOGITS_BYTES = 256 << 20
+MEMORY_SHARE = 64
+
+
+def num_chunk_rows(num_tokens: int, memory_bytes: int) -> int:
+    """How many rows of float32 logits over `num_tokens` a chunk has on a device with that much memory."""
+    budget = min(LOGITS_BYTES, memory_bytes // MEMORY_SHARE)
+    return max(1, budget // (4 * max(1, num_tokens)))
+
+
+def head_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    token_offset: int,
+    banned: Sequence[int],
+    bias: Tensor | None,
+    logit_rows: Callable[[Tensor, int, Sequence[int]], Rows],
+    memory_bytes: int,
+) -> Rows:
+    """`reference.head_rows` of hidden f32 or bf16, with logits of `num_chunk_rows` at a time.
+
+    Logits are float32 throughout. bf16 hidden states and weights are multiplied as they are where torch can
+    return the float32 sums (torch.mm with out_dtype, since 2.8); elsewhere, and for float32 hidden states, a tile
+    of weights is widened at a time.
+    """
+    if hidden.dtype != weight.dtype or not _has_product(hidden):
+        return tiled.head_rows(hidden.float(), weight, token_offset, banned, bias, logit_rows)
+    chunks = hidden.split(num_chunk_rows(len(weight), memory_bytes)) or (hidden,)
+    parts = [logit_rows(_logits(chunk, weight, bias), token_offset, banned) for chunk in chunks]
+    return Rows(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _has_product(hidden: Tensor) -> bool:
+    """Whether torch can multiply tensors of this type and place into float32 sums."""
+    return hidden.dtype == torch.float32 or (hidden.is_cuda and hasattr(torch.ops.aten.mm, "dtype"))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    is_wide = hidden.dtype == torch.float32
+    logits = hidden @ weight.T if is_wide else torch.ops.aten.mm.dtype(hidden, weight.T, torch.float32)
+    return logits if bias is None else logits.add_(bias)
