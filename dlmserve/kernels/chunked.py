@@ -40,7 +40,7 @@ def head_rows(
     """
     if hidden.dtype != weight.dtype or not _has_product(hidden):
         return tiled.head_rows(hidden.float(), weight, token_offset, banned, bias, logit_rows)
-    chunks = hidden.split(num_chunk_rows(len(weight), memory_bytes)) or (hidden,)
+    chunks = hidden.split(num_chunk_rows(len(weight), memory_bytes))
     parts = [logit_rows(_logits(chunk, weight, bias), token_offset, banned) for chunk in chunks]
     return Rows(*map(torch.cat, zip(*parts, strict=True)))
 
