@@ -37,6 +37,9 @@ class ServerConfig:
     step_predictor: str | None = None  # file of a trained one; None: the server's own history predicts
     policy_options: dict[str, float] = field(default_factory=dict)  # what each policy's known_options name
     max_resident_tokens: int | None = None  # per instance, of all canvases; None: the policy's own limit
+    reconfigure_every_s: float | None = None  # the planner is asked for a layout so often; None: never
+    tp_degrees: tuple[int, ...] = (1, 2, 4)  # that its layouts may have
+    workload_window_s: float = 300.0  # over which it looks at the load
     page_size: int = 32
     memory_fraction: float = 0.9
     attention: str = "auto"
@@ -72,9 +75,6 @@ class ServerConfig:
                 raise ConfigError(
                     f"{flag(name)} is {getattr(self, name)!r}; wanted one of: {', '.join(wanted)}"
                 )
-        for degree in self.tp_layout:
-            if degree not in (1, 2, 4, 8):
-                raise ConfigError(f"--tp-layout has TP degree {degree}; wanted 1, 2, 4 or 8")
         if not self.tp_layout:
             raise ConfigError("--tp-layout is empty; wanted at least one TP degree, e.g. 1,1,2")
         if self.num_devices < sum(self.tp_layout):
@@ -87,6 +87,14 @@ class ServerConfig:
                 raise ConfigError(f"{flag(name)} is {getattr(self, name)}; wanted at least 1")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"--memory-fraction is {self.memory_fraction}; wanted above 0 and at most 1")
+        for name in ("tp_degrees", "tp_layout"):
+            for degree in getattr(self, name):
+                if degree not in (1, 2, 4, 8):
+                    raise ConfigError(f"{flag(name)} has TP degree {degree}; wanted 1, 2, 4 or 8")
+        if self.reconfigure_every_s is not None and not self.reconfigure_every_s > 0:
+            raise ConfigError(f"--reconfigure-every is {self.reconfigure_every_s:g}; wanted seconds, or off")
+        if not self.workload_window_s > 0:
+            raise ConfigError(f"--workload-window-s is {self.workload_window_s:g}; wanted more than 0")
         for threshold in self.thresholds:
             if not 0.0 < threshold <= 1.0:
                 raise ConfigError(f"--thresholds has {threshold}; wanted values above 0 and at most 1")

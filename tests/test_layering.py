@@ -28,14 +28,15 @@ MAY_USE = {
     "transport": {"errors", "messages", "config"},
     "control/policy": {"errors", "messages", "config"},
     "control": {"errors", "messages", "config", "checkpoint", "transport", "control/policy"},
-    "control/planning": {"errors", "messages", "config", "control/policy"},
+    "control/planning": {"errors", "messages", "config", "control/policy", "worker/lifeline"},
     "simulation": {"errors", "messages", "config", "control/policy"},
     "simulator": {"errors", "messages", "config", "control/policy", "simulation"},
     "server": {
         "errors", "logs", "messages", "config", "checkpoint", "tokenizer", "control", "control/policy",
     },
     "kernels": {"errors"},
-    "worker": {"errors", "logs", "messages", "config", "checkpoint", "transport", "kernels"},
+    "worker/lifeline": {"errors", "messages", "config", "transport"},
+    "worker": {"worker/lifeline", "errors", "logs", "messages", "config", "checkpoint", "transport", "kernels"},
 }  # fmt: skip
 # cli.py, llm.py, simulate.py, __init__.py and __main__.py see both sides.
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dlmserve.checkpoint import ModelInfo
@@ -22,6 +23,7 @@ from dlmserve.control.liveness import Liveness, Peer, sender, step_limit_s
 from dlmserve.control.metrics import Metrics
 from dlmserve.control.node import LocalAgent, find_device
 from dlmserve.control.observer import Observer
+from dlmserve.control.planner import PlannerProcess
 from dlmserve.control.policy.cluster import RankId
 from dlmserve.control.policy.events import (
     Action,
@@ -35,6 +37,7 @@ from dlmserve.control.policy.events import (
     Finish,
     FormInstance,
     LayoutWanted,
+    MakePlan,
     NodeLost,
     Predict,
     Predicted,
@@ -73,9 +76,12 @@ class Head:
     """One per server. `start()` and everything after it belong to one running asyncio loop."""
 
     def __init__(self, config: ServerConfig, info: ModelInfo, metrics: Metrics) -> None:
+        divisors = tuple(degree for degree in config.tp_degrees if info.num_heads % degree == 0)
+        config = replace(config, tp_degrees=divisors)
         self._config, self._info = config, info
         max_model_len = config.max_model_len or info.max_model_len
         self._predictor = _make_predictor(config, lambda predicted: self._feed(predicted))
+        self._planner = PlannerProcess(self._feed) if config.reconfigure_every_s else None
         self._scheduler = Scheduler(
             config,
             make_policy(config),
@@ -116,6 +122,8 @@ class Head:
         self._agent.start()
         if self._predictor:
             self._predictor.start()
+        if self._planner:
+            self._planner.start()
         self._ticking = asyncio.create_task(self._tick_forever())
 
     def _agent_command(self, endpoint: str) -> list[str]:
@@ -174,6 +182,8 @@ class Head:
             self._links.send(agent_identity(node), Shutdown())
         if self._predictor:
             self._predictor.stop()
+        if self._planner:
+            await self._planner.stop()
         # An agent that has not said hello yet cannot be asked.
         await self._agent.stop(STOP_S if LOCAL_NODE in self._scheduler.cluster.nodes else 0.0)
         self._links.close()
@@ -330,6 +340,9 @@ class Head:
             case Predict(progress):
                 if self._predictor:
                     self._predictor.ask(progress)
+            case MakePlan(problem):
+                if self._planner:
+                    self._planner.ask(problem)
             case FormInstance(instance, ranks):
                 log.info("forming instance %s of %s", instance, ", ".join(rank.identity for rank in ranks))
                 for rank, form in self._forms.forms(action, self._scheduler.cluster):

@@ -66,6 +66,10 @@ class Metrics:
         )
         self.predictor_error_ratio = gauge("predictor_error_ratio", "Step predictor: absolute error / steps")
         self.migrations_total = counter("migrations", "Requests moved to another instance")
+        self.workload_rps = gauge(
+            "workload_rps", "Requests a second, by most prompt and output tokens", "prompt", "output"
+        )
+        self.tokens_per_step = gauge("tokens_per_step", "Tokens unmasked in a step, as of late", "threshold")
         self.reconfigurations_total = counter("reconfigurations", "Changes of the layout")
         self.rank_restarts_total = counter("rank_restarts", "Rank processes that were lost")
 

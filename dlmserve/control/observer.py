@@ -7,6 +7,8 @@ from dlmserve.config import ServerConfig
 from dlmserve.control.metrics import Metrics
 from dlmserve.control.policy.cluster import Cluster, Instance, Rank
 from dlmserve.control.policy.events import Action, Deliver, Drop, Fail, Finish, Reject
+from dlmserve.control.policy.plan import Plan, tp_layout
+from dlmserve.control.policy.reconfigurer import Reconfigurer
 from dlmserve.control.policy.request import StepUpdate, Summary
 from dlmserve.control.policy.scheduler import Scheduler
 from dlmserve.messages import StepReport
@@ -74,12 +76,21 @@ class Observer:
         self._num_migrations_told = scheduler.num_migrations
         metrics.reconfigurations_total.inc(scheduler.num_reconfigurations - self._num_reconfigurations_told)
         self._num_reconfigurations_told = scheduler.num_reconfigurations
+        self._read_workload()
         for gauge in (metrics.kv_pages, metrics.kv_pages_in_use, metrics.instance_requests):
             gauge.clear()
         for instance in scheduler.cluster.serving():
             metrics.kv_pages.labels(instance.name).set(instance.num_pages)
             metrics.kv_pages_in_use.labels(instance.name).set(instance.num_pages_reserved)
             metrics.instance_requests.labels(instance.name, instance.tp_degree).set(len(instance.residents))
+
+    def _read_workload(self) -> None:
+        metrics, reconfigurer = self._metrics, self._scheduler.reconfigurer
+        metrics.workload_rps.clear()
+        for (prompt, output), each in reconfigurer.workload().items():
+            metrics.workload_rps.labels(prompt, output).set(each.rps)
+        for threshold, tokens in reconfigurer.tokens_per_step().items():
+            metrics.tokens_per_step.labels(threshold).set(tokens)
 
     def describe(self) -> dict:
         """Nodes, devices, instances, the wanted layout and the queue, ready for JSON."""
@@ -93,10 +104,37 @@ class Observer:
             "devices": [_describe_rank(rank) for _, rank in sorted(cluster.ranks.items())],
             "instances": [_describe_instance(instance) for instance in cluster.instances.values()],
             "failures": _describe_failures(cluster),
+            "workload": _describe_workload(self._scheduler.reconfigurer),
+            "plan": _describe_plan(self._scheduler.reconfigurer.plan),
             "threshold_cap": self._scheduler.steering.mean_cap(),
             "running": len(self._scheduler.requests) - self._scheduler.num_waiting,
             "waiting": self._scheduler.num_waiting,
         }
+
+
+def _describe_workload(reconfigurer: Reconfigurer) -> dict:
+    return {
+        "classes": [
+            {"prompt": each.prompt, "output": each.output, "rps": each.rps, "slo_s": each.slo_s}
+            for each in reconfigurer.workload().values()
+        ],
+        "tokens_per_step": {str(g): tokens for g, tokens in reconfigurer.tokens_per_step().items()},
+    }
+
+
+def _describe_plan(plan: Plan | None) -> dict | None:
+    """The last one; the server follows it only where that pays."""
+    if plan is None:
+        return None
+    outcome = plan.outcome
+    return {
+        "layout": tp_layout(plan.layout),
+        "status": plan.status,
+        "reason": plan.reason or None,
+        "mean_threshold": outcome and outcome.mean_threshold,
+        "latency_s": outcome and outcome.latency_s,
+        "solve_s": plan.solve_s,
+    }
 
 
 def _describe_rank(rank: Rank) -> dict:

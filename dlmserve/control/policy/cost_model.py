@@ -98,9 +98,14 @@ class Curve:
         """Seconds that one more token costs at this batch."""
         return self.scale * self._slope(self._segment(num_tokens))
 
-    def points(self) -> list[tuple[float, float]]:
-        """(packed tokens, seconds) of the profile's grid, as corrected by now."""
-        return [(tokens, self.step_s(tokens)) for tokens in self._tokens]
+    def points(self, like: "Curve") -> list[tuple[float, float]]:
+        """(packed tokens, seconds) of the profile's grid, with the correction that `like` has by now."""
+        profile = zip(self._tokens, self._seconds, strict=True)
+        return [(tokens, like.scale * seconds + like.offset_s) for tokens, seconds in profile]
+
+    @property
+    def is_observed(self) -> bool:
+        return self._num_observed > 0
 
     def efficient_tokens(self, excess: float) -> float:
         """The smallest batch whose cost per token is at most `excess` times the least."""
@@ -195,8 +200,12 @@ class CostModel:
         return self._curve(tp_degree).step_s_many(num_tokens)
 
     def points(self, tp_degree: int) -> list[tuple[float, float]]:
-        """The curve of a TP degree, as `from_profile` takes it."""
-        return self._curve(tp_degree).points()
+        """The curve of a TP degree, as `from_profile` takes it. One never seen is corrected as its neighbour."""
+        curve = self._curve(tp_degree)
+        seen = [degree for degree in self._curves if self._curves[degree].is_observed]
+        if curve.is_observed or not seen:
+            return curve.points(like=curve)
+        return curve.points(like=self._curves[min(seen, key=lambda degree: abs(degree - tp_degree))])
 
     def step_s_each(self, tp_degrees: Sequence[int], num_tokens: np.ndarray) -> np.ndarray:
         """The same for batches [n] of instances with these TP degrees [n]."""

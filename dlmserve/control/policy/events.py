@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from dlmserve.control.policy.cluster import RankId
+from dlmserve.control.policy.plan import Plan, Problem
 from dlmserve.control.policy.predictions import Progress
 from dlmserve.control.policy.request import CancelOutcome, FinishReason, RequestSpec, StepUpdate, Summary
 from dlmserve.errors import DlmServeError
@@ -94,6 +95,13 @@ class LayoutWanted:
     layout: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The answer to a MakePlan."""
+
+    plan: Plan
+
+
 @dataclass(frozen=True, eq=False)
 class Predicted:
     """The answer to a Predict: `steps` [n, T] are left at each of the configured thresholds."""
@@ -118,6 +126,7 @@ Event = (
     | RankFormed
     | RankLeft
     | LayoutWanted
+    | Planned
     | Predicted
     | Tick
 )
@@ -146,6 +155,13 @@ class Predict:
     """How many steps are left at each of the configured thresholds? Answered by Predicted, soon."""
 
     progress: tuple[Progress, ...]
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """Which layout serves this load best? Answered by Planned, within seconds, or not at all."""
+
+    problem: Problem
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -205,5 +221,15 @@ class RestartRank:
 
 
 Action = (
-    Reject | Send | Predict | Deliver | Finish | Fail | Drop | FormInstance | DissolveInstance | RestartRank
+    Reject
+    | Send
+    | Predict
+    | MakePlan
+    | Deliver
+    | Finish
+    | Fail
+    | Drop
+    | FormInstance
+    | DissolveInstance
+    | RestartRank
 )

@@ -29,6 +29,7 @@ from dlmserve.control.policy.events import (
     LayoutWanted,
     NodeLost,
     NodeUp,
+    Planned,
     Predicted,
     RankFormed,
     RankLeft,
@@ -41,6 +42,7 @@ from dlmserve.control.policy.events import (
     Tick,
 )
 from dlmserve.control.policy.policy import Policy
+from dlmserve.control.policy.reconfigurer import Reconfigurer
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.steering import Steering
 from dlmserve.control.policy.transition import Transition
@@ -78,6 +80,8 @@ class Scheduler:
             config, policy, costs, self.cluster, self.requests, self._waiting, asks_predictor
         )
 
+        self.reconfigurer = Reconfigurer(config, self.cluster, self.steering)
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
@@ -105,6 +109,8 @@ class Scheduler:
                 actions = self._node_lost(now, node, reason)
             case LayoutWanted(layout):
                 actions = self._layout_wanted(layout)
+            case Planned(plan):
+                actions = self._layout_wanted(self.reconfigurer.answer(plan))
             case Predicted():
                 actions = self._predicted(event)
             case Tick():
@@ -130,6 +136,7 @@ class Scheduler:
             return
         self.requests[request.number] = request
         self._waiting.add(request)
+        self.reconfigurer.arrived(now, request)
         yield from self.steering.arrived(request)
         yield from self._place_waiting(now)
 
@@ -237,6 +244,8 @@ class Scheduler:
         for rank in self.cluster.stuck_ranks(now):
             yield RestartRank(rank, "it did not leave a lost instance")
         yield from self._drop_late(now)
+        if not self.transition.active:
+            yield from self.reconfigurer.question(now)
 
     def _lost(self, now: float, lost: LostInstance | None) -> Iterator[Action]:
         """Its requests go on elsewhere from the head's own canvases, before any that have not started."""
@@ -263,8 +272,12 @@ class Scheduler:
         if self._waiting:
             yield from self._fail_waiting()
 
-    def _layout_wanted(self, layout: tuple[int, ...]) -> Iterator[Action]:
-        if self.transition.refusal(layout) is None and sorted(layout) != sorted(self.cluster.layout):
+    def _layout_wanted(self, layout: tuple[int, ...] | None) -> Iterator[Action]:
+        if (
+            layout
+            and self.transition.refusal(layout) is None
+            and sorted(layout) != sorted(self.cluster.layout)
+        ):
             self.num_reconfigurations += 1
             self.transition.want(layout)
         yield from ()

@@ -13,7 +13,7 @@ BIN_TOKENS = 256
 MAX_CLASSES = 28  # more would only slow the planner down: bins are doubled until they are as few
 NUM_SLICES = 10
 
-Bin = tuple[int, int]  # prompt and output, rounded up to bins
+Bin = tuple[int, int]  # prompt and output
 
 
 @dataclass
@@ -61,21 +61,26 @@ class WorkloadMonitor:
 
     def classes(self, now: float) -> list[RequestClass]:
         """By descending rate; none where nothing came within the window."""
+        return sorted(self.bins(now).values(), key=lambda each: -each.rps)
+
+    def bins(self, now: float) -> dict[Bin, RequestClass]:
+        """The same by bin: its most prompt and output tokens."""
         self._forget(now)
         if not self._slices or self._first_at is None:
-            return []
+            return {}
         # Rates over the window, or over the time since the first arrival where that is shorter (a slice at least).
         over_s = min(max(now - self._first_at, self.window_s / NUM_SLICES), self.window_s)
-        counts = merge([s.counts for s in self._slices])
-        return sorted((_class(each, over_s) for each in counts.values()), key=lambda each: -each.rps)
+        width, counts = merge([s.counts for s in self._slices])
+        tokens = width * BIN_TOKENS
+        return {(p * tokens, o * tokens): _class(each, over_s) for (p, o), each in sorted(counts.items())}
 
     def _forget(self, now: float) -> None:
         while self._slices and self._slices[0].start_at <= now - self.window_s:
             self._slices.popleft()
 
 
-def merge(parts: list[dict[Bin, Count]]) -> dict[Bin, Count]:
-    """The sum of the parts, in the finest bins that make no more than MAX_CLASSES."""
+def merge(parts: list[dict[Bin, Count]]) -> tuple[int, dict[Bin, Count]]:
+    """The sum of the parts in the finest bins that make no more than MAX_CLASSES, and their width in bins."""
     width = 1
     while True:
         merged: dict[Bin, Count] = {}
@@ -84,7 +89,7 @@ def merge(parts: list[dict[Bin, Count]]) -> dict[Bin, Count]:
                 key = (-(-prompt // width), -(-output // width))
                 merged.setdefault(key, Count()).add(count)
         if len(merged) <= MAX_CLASSES:
-            return merged
+            return width, merged
         width *= 2
 
 
