@@ -57,6 +57,7 @@ def simulate(
         "slo_s": scenario.slo_s,
         "layout": list(scenario.layout),
         "refresh": config.refresh,
+        "reconfigure_every_s": config.reconfigure_every_s,
         "max_resident_tokens": config.max_resident_tokens,
         "policy_options": dict(config.policy_options),
     }
@@ -107,6 +108,12 @@ def simulate_parser() -> Parser:
     cluster.add_argument("--overhead-ms", type=float, metavar="X", help="of each step beyond the cost model")
     cluster.add_argument("--tp-layout", type=_integers, metavar="1,1,2", help="TP degree of each instance")
     cluster.add_argument(
+        "--reconfigure-every",
+        type=float,
+        metavar="S",
+        help="let the planner change the layout, by the load of the last S seconds (default: never)",
+    )
+    cluster.add_argument(
         "--max-resident-tokens", type=int, metavar="N", help="per instance (default: the policy's)"
     )
     cluster.add_argument("--refresh", default="full", metavar="full|response:K", help="as for serve")
@@ -145,6 +152,8 @@ def _config(args: argparse.Namespace, scenario: Scenario, policy: str) -> Server
         scenario,
         policy,
         refresh=args.refresh,
+        reconfigure_every_s=args.reconfigure_every,
+        workload_window_s=args.reconfigure_every or 300.0,
         max_resident_tokens=args.max_resident_tokens,
         policy_options=dict(map(_option, args.policy_option)),
     )

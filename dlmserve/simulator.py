@@ -13,27 +13,34 @@ from typing import Any, Literal
 import numpy as np
 
 from dlmserve.config import ServerConfig
+from dlmserve.control.planning.block_form import solve
 from dlmserve.control.policy.cluster import RankId
 from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.events import (
     Action,
     Arrived,
     Deliver,
+    DissolveInstance,
     Drop,
     Event,
     Fail,
     Finish,
     FormInstance,
+    MakePlan,
+    NodeLost,
     NodeUp,
+    Planned,
     Predict,
     Predicted,
     RankFormed,
+    RankLeft,
     RankUp,
     Reject,
     Send,
     StepDone,
     Tick,
 )
+from dlmserve.control.policy.plan import Problem
 from dlmserve.control.policy.policies import make_policy
 from dlmserve.control.policy.predictions import Progress, features
 from dlmserve.control.policy.request import RequestSpec
@@ -41,7 +48,7 @@ from dlmserve.control.policy.scheduler import TICK_S, Scheduler
 from dlmserve.messages import Command, Decoding, StepReport
 from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
 from dlmserve.simulation.results import Ledger
-from dlmserve.simulation.scenarios import Scenario
+from dlmserve.simulation.scenarios import NodeFailure, Scenario
 from dlmserve.simulation.step_traces import Oracle, train_predictor
 from dlmserve.simulation.unmasking import Unmasking, load_calibration
 from dlmserve.simulation.workloads import Job
@@ -49,6 +56,7 @@ from dlmserve.simulation.workloads import Job
 PredictorName = Literal["catboost", "average", "oracle"]
 
 EMPTY_STEP_S = 1e-4  # a step that only gives requests back
+SOLVE_LIMIT_S = 120.0  # real seconds; the plan comes after `plan_s` of virtual time, however long it took
 
 
 class Worker:
@@ -58,6 +66,7 @@ class Worker:
         self.name, self.tp_degree, self.engine = name, tp_degree, engine
         self.inbox: list[Command] = []
         self.busy = False
+        self.gone = False  # dissolved, or lost with its node
         self.seq = 0
         self.result: Any = None
         self.duration_s = 0.0
@@ -87,6 +96,8 @@ class Simulator:
         self._to_predict: list[Progress] = []
         self._eos_at: dict[int, int] = {}  # live requests: the canvas column of their first EOS
         self._workers: dict[str, Worker] = {}
+        self._nodes = scenario.nodes or (sum(scenario.layout),)
+        self._generations = itertools.count(1)
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = itertools.count()
         self._num_left = len(self._jobs)
@@ -104,16 +115,28 @@ class Simulator:
             happen(what)
         self._scheduler.check()
         self.ledger.num_migrations = self._scheduler.num_migrations
+        self.ledger.num_reconfigurations = self._scheduler.num_reconfigurations
         return self.ledger
 
     def _at(self, at: float, happen: Callable[[Any], None], what: Any) -> None:
         heapq.heappush(self._heap, (at, next(self._order), happen, what))
 
     def _start_cluster(self) -> None:
-        num_devices = sum(self._scenario.layout)
-        self._feed(NodeUp("node", num_devices))
-        for device in range(num_devices):
-            self._feed(RankUp(RankId("node", device, 1), ""))
+        for node in range(len(self._nodes)):
+            self._node_up(node)
+        for failure in self._scenario.failures:
+            self._at(failure.at, self._node_down, failure)
+
+    def _node_up(self, node: int) -> None:
+        """Its rank processes are new each time."""
+        generation = next(self._generations)
+        self._feed(NodeUp(f"node{node}", self._nodes[node]))
+        for device in range(self._nodes[node]):
+            self._feed(RankUp(RankId(f"node{node}", device, generation), ""))
+
+    def _node_down(self, failure: NodeFailure) -> None:
+        self._feed(NodeLost(f"node{failure.node}", "it is cut off"))
+        self._at(self.now + failure.down_s, self._node_up, failure.node)
 
     def _make_predictor(
         self, name: PredictorName, thresholds: tuple[float, ...]
@@ -158,12 +181,15 @@ class Simulator:
         progress, self._to_predict = self._to_predict, []
         self._feed(Predicted(tuple(progress), self._predict(progress)))
 
+    def _plan(self, problem: Problem) -> None:
+        self._feed(Planned(solve(problem, SOLVE_LIMIT_S)))
+
     # ---- an instance: as the worker's loop, drain the inbox, run a step, report
 
     def _command(self, what: tuple[Worker, Command]) -> None:
         worker, command = what
         worker.inbox.append(command)
-        if not worker.busy:
+        if not worker.busy and not worker.gone:
             self._start_step(worker)
 
     def _start_step(self, worker: Worker) -> None:
@@ -179,6 +205,8 @@ class Simulator:
             self._at(self.now + worker.duration_s, self._end_step, worker)
 
     def _end_step(self, worker: Worker) -> None:
+        if worker.gone:
+            return
         result = worker.result
         report = StepReport(
             instance=worker.name,
@@ -224,15 +252,19 @@ class Simulator:
                 case Drop(request) | Fail(request) | Reject(request):
                     self.ledger.on_drop(request, self._jobs[request].arrived_at, self._scenario.slo_s)
                     self._forget(request)
+                case MakePlan(problem):
+                    self._at(self.now + self._scenario.plan_s, self._plan, problem)
                 case FormInstance(instance, ranks):
                     self._form(instance, len(ranks))
+                case DissolveInstance(instance):
+                    self._dissolve(instance)
 
     def _forget(self, request: int) -> None:
         self._eos_at.pop(request, None)
         self._num_left -= 1
 
     def _form(self, name: str, tp_degree: int) -> None:
-        """At once: loading a model is not what is simulated here."""
+        """The first ones at once: how a server starts is not what is simulated here."""
         scenario = self._scenario
         num_pages = scenario.num_pages * tp_degree
         engine = SimulatedEngine(
@@ -240,4 +272,12 @@ class Simulator:
         )
         self._workers[name] = Worker(name, tp_degree, engine)
         for tp_rank in range(tp_degree):
-            self._at(self.now, self._feed, RankFormed(name, tp_rank, num_pages))
+            ready_at = self.now + scenario.regroup_s if self.now else 0.0
+            self._at(ready_at, self._feed, RankFormed(name, tp_rank, num_pages))
+
+    def _dissolve(self, name: str) -> None:
+        """Ranks of a node that is gone say nothing any more; the scheduler ignores what it hears of them."""
+        worker = self._workers.pop(name)
+        worker.gone = True
+        for tp_rank in range(worker.tp_degree):
+            self._at(self.now + self._scenario.head_s, self._feed, RankLeft(name, tp_rank, ""))

@@ -30,7 +30,7 @@ MAY_USE = {
     "control": {"errors", "messages", "config", "checkpoint", "transport", "control/policy"},
     "control/planning": {"errors", "messages", "config", "control/policy", "worker/lifeline"},
     "simulation": {"errors", "messages", "config", "control/policy"},
-    "simulator": {"errors", "messages", "config", "control/policy", "simulation"},
+    "simulator": {"errors", "messages", "config", "control/policy", "control/planning", "simulation"},
     "server": {
         "errors", "logs", "messages", "config", "checkpoint", "tokenizer", "control", "control/policy",
     },

@@ -4,7 +4,7 @@ A scenario says what is simulated; which policy meets it is the ServerConfig's. 
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,19 @@ OVERHEAD_S = 0.007
 # (`python -m bench.simulations --only capacity`).
 SHAREGPT_CAPACITY_RPS = 45.0
 
+DIURNAL_PEAK_RPS = 40.0
+
 # An H100 of 80 GB: 90% usable, less 16.1 GB of weights and 4 GB of activations, at 0.5 MiB of K/V a token
 # (LLaDA-8B has 32 layers of 32 K/V heads of 128, bfloat16).
 KV_TOKENS_PER_GPU = 98_000
+
+
+class NodeFailure(NamedTuple):
+    """A node is gone at `at`, and back after `down_s`."""
+
+    at: float
+    node: int
+    down_s: float
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,10 @@ class Scenario:
     max_step_tokens: int = MAX_STEP_TOKENS  # of a step; who does not fit takes part in the next one
     head_s: float = 0.001  # from a step's end until commands that answer it are in the instance's inbox
     predict_s: float = 0.02  # the predictor answers all that has gathered, so often
+    nodes: tuple[int, ...] = ()  # GPUs of each; (): one node that has what the layout needs
+    plan_s: float = 5.0  # the planner takes so long
+    regroup_s: float = 10.0  # from a formation to an instance that serves: shards that ranks lack are read
+    failures: tuple[NodeFailure, ...] = ()
 
     @property
     def num_pages(self) -> int:
@@ -84,6 +98,20 @@ SCENARIOS = {
         slo_s=12.5,
         rps=1.4 * SHAREGPT_CAPACITY_RPS,
         lengths="sharegpt",
+        nodes=(4,) * 4,
+    ),
+    # A day in 48 minutes on cards with full NVLink, where large instances pay at low load. The peak is what
+    # 16 x TP1 just bear at 0.9; requests of many tokens need more than TP1 for their SLO.
+    "diurnal": Scenario(
+        "diurnal",
+        "day",
+        layout=(1,) * 16,
+        slo_s=12.5,
+        rps=DIURNAL_PEAK_RPS,
+        lengths="sharegpt",
+        duration_s=2880.0,
+        cost_model="h100-nvlink",
+        nodes=(4,) * 4,
     ),
     "sweep": replace(_GSM8K, name="sweep"),
 }

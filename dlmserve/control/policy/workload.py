@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from dlmserve.control.policy.plan import RequestClass
 
 BIN_TOKENS = 256
-MAX_CLASSES = 28  # more would only slow the planner down: bins are doubled until they are as few
+MAX_CLASSES = 16  # the planner's time grows with them: bins are doubled until they are as few
 NUM_SLICES = 10
 
 Bin = tuple[int, int]  # prompt and output
