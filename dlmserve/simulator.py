@@ -82,7 +82,9 @@ class Simulator:
         seed: int,
         predictor: PredictorName = "catboost",
         clock: Callable[[], float] = lambda: 0.0,
+        jobs: list[Job] | None = None,
     ) -> None:
+        """`jobs`: the scenario's own unless given; more may be submitted later."""
         self._scenario, self._clock = scenario, clock
         policy = make_policy(config)
         asks = policy.wants_predictions and predictor != "average"
@@ -91,7 +93,7 @@ class Simulator:
         self._scheduler = Scheduler(config, policy, MASK, scenario.max_model_len, believed, asks)
         self._decoding = Decoding(refresh_blocks=config.refresh_blocks)
         self._unmasking = Unmasking(load_calibration(scenario.text), seed)
-        self._jobs = scenario.jobs(seed)
+        self._jobs = scenario.jobs(seed) if jobs is None else jobs
         self._predict = self._make_predictor(predictor, config.thresholds) if asks else None
         self._to_predict: list[Progress] = []
         self._eos_at: dict[int, int] = {}  # live requests: the canvas column of their first EOS
@@ -106,17 +108,43 @@ class Simulator:
 
     def run(self) -> Ledger:
         """Plays until every request is over."""
+        self.start()
+        for number, job in enumerate(self._jobs):
+            self._at(job.arrived_at, self._arrive, number)
+        while self._num_left:
+            self._happen()
+        return self.finish()
+
+    # ---- the same in parts, for whoever hands out the jobs
+
+    def start(self) -> None:
         self._start_cluster()
         self._at(0.0, self._tick, None)
-        if self._jobs:
-            self._at(self._jobs[0].arrived_at, self._arrive, 0)
-        while self._num_left:
-            self.now, _, happen, what = heapq.heappop(self._heap)
-            happen(what)
+
+    def submit(self, job: Job) -> None:
+        """It arrives at its time, which is not over."""
+        self._num_left += 1
+        self._jobs.append(job)
+        self._at(job.arrived_at, self._arrive, len(self._jobs) - 1)
+
+    def advance(self, until: float) -> None:
+        while self._heap[0][0] <= until:
+            self._happen()
+
+    @property
+    def num_left(self) -> int:
+        """Requests that are not over."""
+        return self._num_left
+
+    def finish(self) -> Ledger:
         self._scheduler.check()
         self.ledger.num_migrations = self._scheduler.num_migrations
         self.ledger.num_reconfigurations = self._scheduler.num_reconfigurations
         return self.ledger
+
+    def _happen(self) -> None:
+        self.now, _, happen, what = heapq.heappop(self._heap)
+        happen(what)
 
     def _at(self, at: float, happen: Callable[[Any], None], what: Any) -> None:
         heapq.heappush(self._heap, (at, next(self._order), happen, what))
@@ -152,8 +180,6 @@ class Simulator:
 
     def _arrive(self, number: int) -> None:
         job = self._jobs[number]
-        if number + 1 < len(self._jobs):
-            self._at(self._jobs[number + 1].arrived_at, self._arrive, number + 1)
         if job.answer < job.output:
             self._eos_at[number] = job.prompt + job.answer
         self._feed(Arrived(number, self._spec(number, job)))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.layouts import aligned_case
 from dlmserve.control.planning.slots import Held, most_kept
 from dlmserve.control.policy.movement import Movement, least_movement
-from tests.planning_data import aligned_case
 
 seeds = st.integers(0, 10**6)
 

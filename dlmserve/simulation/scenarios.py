@@ -20,7 +20,9 @@ OVERHEAD_S = 0.007
 # (`python -m bench.simulations --only capacity`).
 SHAREGPT_CAPACITY_RPS = 45.0
 
-DIURNAL_PEAK_RPS = 40.0
+# The most that 4 x TP1 bear at 0.9 by the planner: `dlmserve plan --model-preset h100-nvlink --gpus 4
+# --lengths sharegpt --slo-ms 12500 --max-num-seqs 128 --rps 12.5`.
+DIURNAL_PEAK_RPS = 12.5
 
 # An H100 of 80 GB: 90% usable, less 16.1 GB of weights and 4 GB of activations, at 0.5 MiB of K/V a token
 # (LLaDA-8B has 32 layers of 32 K/V heads of 128, bfloat16).
@@ -100,18 +102,17 @@ SCENARIOS = {
         lengths="sharegpt",
         nodes=(4,) * 4,
     ),
-    # A day in 48 minutes on cards with full NVLink, where large instances pay at low load. The peak is what
-    # 16 x TP1 just bear at 0.9; requests of many tokens need more than TP1 for their SLO.
+    # A day in twelve minutes on one node with full NVLink, where large instances pay at low load. Planning and
+    # regrouping are not squeezed with it.
     "diurnal": Scenario(
         "diurnal",
         "day",
-        layout=(1,) * 16,
+        layout=(1,) * 4,
         slo_s=12.5,
         rps=DIURNAL_PEAK_RPS,
         lengths="sharegpt",
-        duration_s=2880.0,
+        duration_s=720.0,
         cost_model="h100-nvlink",
-        nodes=(4,) * 4,
     ),
     "sweep": replace(_GSM8K, name="sweep"),
 }
