@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from dlmserve.control.policy.cluster import Cluster, Device, Instance, Slot
+from dlmserve.control.policy.movement import least_movement
 from dlmserve.errors import RequestError
 
 
@@ -31,33 +32,17 @@ def place(
     """Where the layout's instances go; what does not fit is left out. Keeps what runs where it can.
 
     layout: TP degrees, powers of two; nodes: number of devices; running: the devices of each instance, in order
-    of preference; avoid: devices to take last. Largest first: with degrees that divide each other whatever fits
-    at all then fits, whichever node is chosen. The node is the one that costs the fewest running instances.
+    of preference; avoid: devices to take last.
     """
-    left = dict(nodes)
-    kept: list[str] = []
-    new: list[tuple[str, int]] = []  # (node, degree)
-    for degree in sorted(set(layout), reverse=True):
-        count = list(layout).count(degree)
-        for name, devices in running.items():
-            node = devices[0][0]
-            if count and len(devices) == degree and left.get(node, 0) >= degree:
-                left[node] -= degree
-                kept.append(name)
-                count -= 1
-        smaller = [devices for devices in running.values() if len(devices) < degree]
-        for _ in range(count):
-            fitting = [node for node in left if left[node] >= degree]
-            if not fitting:
-                break
-            node = max(fitting, key=lambda node: left[node] - sum(len(d) for d in smaller if d[0][0] == node))
-            left[node] -= degree
-            new.append((node, degree))
-    return Placement(tuple(kept), _devices_of(new, nodes, running, kept, avoid))
+    present = [(devices[0][0], len(devices)) for devices in running.values()]
+    movement = least_movement(nodes, present, layout)
+    names = list(running)
+    kept = [names[index] for index in movement.kept]
+    return Placement(tuple(kept), _devices_of(movement.new, nodes, running, kept, avoid))
 
 
 def _devices_of(
-    new: list[tuple[str, int]],
+    new: Sequence[tuple[str, int]],
     nodes: Mapping[str, int],
     running: Mapping[str, Sequence[Device]],
     kept: list[str],
