@@ -1,14 +1,17 @@
 """The CUDA kernels without a GPU: compiled for real, and emulated where the common tests do not reach."""
 
+import ctypes
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dlmserve import kernels
 from dlmserve.errors import KernelsUnavailable
-from dlmserve.kernels import ALL, FACTOR, THRESHOLD, chunked, cuda, nvrtc, pack, reference, tiled
+from dlmserve.kernels import ALL, FACTOR, THRESHOLD, chunked, cuda, driver, nvrtc, pack, reference, tiled
 from tests import cuda_emulator
 from tests.kernel_backends import assert_same, emulated, exact, normal, poisoned_memory
 
@@ -70,6 +73,70 @@ def test_an_error_in_a_kernel_comes_with_the_compilers_words(nvrtc_library, monk
     monkeypatch.setattr(nvrtc, "CSRC", tmp_path)
     with pytest.raises(KernelsUnavailable, match=r"(?s)bad.cu for sm_90.*bad.cu\(1\): error"):
         nvrtc.compile_source("bad.cu", "sm_90")
+
+
+# --- loaded and launched ------------------------------------------------------------------------------------
+
+
+class FakeCuda:
+    """libcuda as the driver sees it: two libraries of one kernel each; `status` is what the next call returns."""
+
+    def __init__(self) -> None:
+        self.loaded: list[bytes] = []
+        self.launches: list[tuple] = []
+        self.num_searches = self.status = 0
+
+    def cuLibraryLoadData(self, library, cubin, *_options) -> int:
+        self.loaded.append(cubin)
+        library._obj.value = len(self.loaded)
+        return self.status
+
+    def cuLibraryGetKernel(self, kernel, library, name) -> int:
+        self.num_searches += 1
+        kernel._obj.value = 100 + library.value
+        return 0 if self.loaded[library.value - 1] == name else 500
+
+    def cuLaunchKernel(self, kernel, *shape) -> int:
+        *shape, stream, arguments, _extra = shape
+        first = ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_int)).contents.value
+        self.launches.append((kernel.value, tuple(shape), stream.value, first))
+        return self.status
+
+    def cuGetErrorString(self, status, text) -> int:
+        text._obj.value = b"invalid device function"
+        return 0
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(driver, "_open_libcuda", lambda: fake)
+    monkeypatch.setattr(nvrtc, "cubin", lambda source, arch, major: Path(source).stem.encode())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    return fake
+
+
+def test_a_launch_goes_to_torchs_stream_with_a_pointer_to_each_argument(fake_cuda):
+    launch = driver.Driver(torch.device("cuda:0"))
+    assert launch.arch == "sm_90" and fake_cuda.loaded == [b"rows", b"unmask"]
+    for value in (5, 6):
+        launch("unmask", (3, 2), 128, (ctypes.c_int(value), ctypes.c_void_p(0)))
+    shape = (3, 2, 1, 128, 1, 1, 0)
+    assert fake_cuda.launches == [(102, shape, 77, 5), (102, shape, 77, 6)]
+    assert fake_cuda.num_searches == 2  # of the two libraries, once
+
+
+def test_what_the_driver_refuses_is_named(fake_cuda):
+    launch = driver.Driver(torch.device("cuda:0"))
+    fake_cuda.status = 98
+    with pytest.raises(
+        RuntimeError, match=r"launch of rows with 64 threads .* invalid device function \(98\)"
+    ):
+        launch("rows", (1, 1), 64, (ctypes.c_int(1),))
+    with pytest.raises(KernelsUnavailable, match="refuses the kernels compiled for sm_90"):
+        driver.Driver(torch.device("cuda:0"))
 
 
 # --- emulated -----------------------------------------------------------------------------------------------

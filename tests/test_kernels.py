@@ -340,6 +340,7 @@ def test_the_public_functions_work_with_and_without_the_compiled_kernels(monkeyp
 
 
 def test_wrong_arguments_are_named():
+    one_rule = torch.tensor([ALL]), torch.ones(1, dtype=torch.float64)
     hidden, weight = torch.ones(2, 4), torch.ones(6, 4)
     with pytest.raises(TypeError, match="hidden is torch.float64; wanted torch.float32"):
         kernels.head_rows(hidden.double(), weight)
@@ -355,3 +356,5 @@ def test_wrong_arguments_are_named():
         kernels.sample_rows(hidden, torch.ones(2), *keys(2)[:2], torch.arange(3))
     with pytest.raises(TypeError, match="value is torch.float32"):
         kernels.select(torch.ones(1), torch.tensor([0, 1]), torch.tensor([ALL]), torch.ones(1))
+    with pytest.raises(ValueError, match="tensors on cpu and meta; wanted all on one device"):
+        kernels.select(torch.ones(1), torch.zeros(2, dtype=torch.int64, device="meta"), *one_rule)

@@ -65,6 +65,7 @@ def head_rows(
         )
     if bias is not None:
         _expect("bias", bias, (torch.float32,), 1, weight.shape[0])
+    _expect_one_device(hidden, weight, *(() if bias is None else (bias,)))
     on_device = _on_device(hidden)
     if on_device is not None:
         return on_device.head_rows(hidden, weight, token_offset, banned, bias)
@@ -113,6 +114,7 @@ def sample_rows(
     _expect("temperature", temperature, (torch.float32,), 1, num_rows)
     for name, key in (("seed", seed), ("position", position), ("step", step)):
         _expect(name, key, (torch.int64,), 1, num_rows)
+    _expect_one_device(logits, temperature, seed, position, step)
     return _backend(logits).sample_rows(
         _as_kernels_take(logits), temperature, seed, position, step, token_offset, banned
     )
@@ -130,6 +132,7 @@ def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> 
     _expect("offsets", offsets, (torch.int64,), 1, num_requests + 1)
     _expect("rule", rule, (torch.int64,), 1, num_requests)
     _expect("value", value, (torch.float64,), 1, num_requests)
+    _expect_one_device(confidence, offsets, rule, value)
     return _backend(confidence).select(confidence, offsets, rule, value)
 
 
@@ -156,6 +159,7 @@ def unmask_step(
     _expect("value", value, (torch.float64,), 1, rule.numel())
     _expect("position", position, (torch.int64,), 1)
     _expect("canvas", canvas, (torch.int64,), 1)
+    _expect_one_device(parts, offsets, rule, value, position, canvas)
     if not canvas.is_contiguous():
         raise ValueError(f"canvas has strides {canvas.stride()}; wanted contiguous: it is written in place")
     on_device = _on_device(parts)
@@ -219,3 +223,12 @@ def _expect(
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}; wanted {wanted}: check how the batch was built"
         )
+
+
+def _expect_one_device(first: Tensor, *others: Tensor) -> None:
+    """Kernels follow bare pointers: one into another memory would take the process down."""
+    for other in others:
+        if other.device != first.device:
+            raise ValueError(
+                f"tensors on {first.device} and {other.device}; wanted all on one device: copy a step's inputs there"
+            )

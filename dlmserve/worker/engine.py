@@ -85,7 +85,7 @@ class Engine:
         return (
             f"{self._model.dtype}".removeprefix("torch.")
             + f" on {self._model.device}, {torch.get_num_threads()} threads, {self._runner.details}, "
-            f"confidence kernel {kernels.backend_name()}"
+            f"confidence kernel {kernels.backend_name(self._model.device)}"
         )
 
     def has_work(self) -> bool:

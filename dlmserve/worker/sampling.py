@@ -117,7 +117,7 @@ class Sampler:
 
     def greedy(self, hidden: Tensor) -> Rows:
         """The most probable token of each row of hidden [M, d]."""
-        local = kernels.head_rows(hidden.float(), self._model.head, self._offset, self._banned)
+        local = kernels.head_rows(hidden, self._model.head, self._offset, self._banned)
         if self._group.size == 1:
             return local
         return kernels.combine(
