@@ -1,7 +1,7 @@
 """The plain way to decode with a dual cache, as public reference code does it: the engine's yardstick.
 
 One request at a time, logits of every position that is fed, softmax in float64, tensors of the whole canvas. LLaDA's
-architecture only. Greedy, threshold rule.
+architecture only. Greedy; a threshold, or a fixed number of steps for each block.
 """
 
 import json
@@ -12,21 +12,28 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+ROOT = "model.transformer."
+
+
+def load(folder: str) -> "PlainModel":
+    """A checkpoint's own tensors, float32, on the CPU."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    tensors = load_file(f"{folder}/model.safetensors")
+    return PlainModel(config, {name.removeprefix(ROOT): tensor for name, tensor in tensors.items()})
+
 
 class PlainModel:
-    """Straightforward LLaDA forward on the checkpoint's own tensors, float32."""
+    """Straightforward LLaDA forward. `weights`: the checkpoint's tensors by name, without "model.transformer."."""
 
-    def __init__(self, folder: str) -> None:
-        self.config = json.loads((Path(folder) / "config.json").read_text())
-        self.w = {
-            k.removeprefix("model.transformer."): v
-            for k, v in load_file(f"{folder}/model.safetensors").items()
-        }
-        head_dim = self.config["d_model"] // self.config["n_heads"]
-        inverse = 1.0 / self.config["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
-        angles = torch.outer(torch.arange(self.config["max_sequence_length"]).float(), inverse)
-        angles = torch.cat((angles, angles), -1)
-        self.cos, self.sin = angles.cos(), angles.sin()
+    def __init__(self, config: dict, weights: dict[str, Tensor]) -> None:
+        self.config, self.w = config, weights
+        self.device = weights["wte.weight"].device
+        dtype = weights["wte.weight"].dtype
+        head_dim = config["d_model"] // config["n_heads"]
+        inverse = 1.0 / config["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        angles = torch.outer(torch.arange(config["max_sequence_length"]).float(), inverse)
+        angles = torch.cat((angles, angles), -1).to(self.device)
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def forward(self, ids: Tensor, start: int, cache: list[tuple[Tensor, Tensor]], full: bool) -> Tensor:
         """Logits of ids [1, n] at columns start..; a full pass fills `cache`, others overwrite their columns."""
@@ -72,13 +79,15 @@ def decode(
     block_length: int,
     threshold: float,
     cache_mode: str,
+    steps_per_block: int | None = None,
 ) -> list[int]:
-    """Generated ids; `cache_mode` "none" | "prefix" | "dual"."""
+    """Generated ids; `cache_mode` "none" | "prefix" | "dual". With `steps_per_block` the threshold is not looked at."""
     mask_id = model.config["mask_token_id"]
-    x = torch.cat((torch.tensor([prompt]), torch.full((1, gen_length), mask_id)), 1)
+    x = torch.cat((torch.tensor([prompt]), torch.full((1, gen_length), mask_id)), 1).to(model.device)
     for start in range(len(prompt), len(prompt) + gen_length, block_length):
         end = start + block_length
         cache: list[tuple[Tensor, Tensor]] = []
+        step = 0
         while (x[:, start:end] == mask_id).any():
             full = not cache or cache_mode == "none"
             lo, hi = (0, x.shape[1]) if full else (start, x.shape[1] if cache_mode == "prefix" else end)
@@ -90,7 +99,30 @@ def decode(
             masked = x[:, lo:hi] == mask_id
             masked[:, end - lo :] = False
             confidence = torch.where(masked, probability, -torch.inf)
-            chosen = confidence >= threshold
-            chosen[0, confidence[0].argmax()] = True
+            if steps_per_block is None:
+                chosen = confidence >= threshold
+                chosen[0, confidence[0].argmax()] = True
+            else:
+                share, remainder = divmod(block_length, steps_per_block)
+                best = confidence[0].topk(share + (step < remainder)).indices
+                chosen = torch.zeros_like(masked)
+                chosen[0, best] = True
+            step += 1
             x[:, lo:hi] = torch.where(chosen & masked, guess, x[:, lo:hi])
     return x[0, len(prompt) :].tolist()
+
+
+def llada_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """The tensors that PlainModel wants, by name, and their shapes."""
+    d, mlp, vocab = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
+    kv = config["n_kv_heads"] * d // config["n_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte.weight": (vocab, d), "ln_f.weight": (d,), "ff_out.weight": (vocab, d)
+    }  # fmt: skip
+    layer = {
+        "attn_norm": (d,), "q_proj": (d, d), "k_proj": (kv, d), "v_proj": (kv, d), "attn_out": (d, d),
+        "ff_norm": (d,), "ff_proj": (mlp, d), "up_proj": (mlp, d), "ff_out": (d, mlp),
+    }  # fmt: skip
+    for i in range(config["n_layers"]):
+        shapes |= {f"blocks.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes

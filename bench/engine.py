@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from bench import report
+from bench import baseline, report
 from bench.baseline import PlainModel, decode
 from dlmserve import LLM, DecodingParams
 from dlmserve.messages import CacheMode
@@ -113,7 +113,7 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, args.seed)
-        plain, llm = PlainModel(folder), LLM(folder)
+        plain, llm = baseline.load(folder), LLM(folder)
         print(f"{torch.get_num_threads()} threads; {llm.details}")
         print(f"{'cache':8}{'plain':>10}{'batch 1':>18}{'batch 8':>18}   tokens/s (ratio to plain)")
         for cache in args.caches:

@@ -10,7 +10,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from dlmserve import LLM, DecodingParams
+from dlmserve.llm import Completion
+
 FOLDER = Path(__file__).parent / "golden"
+MASK_ID = {"A": 318, "B": 380}
 NORM_SUFFIXES = ("norm.weight", "layernorm.weight", "ln_f.weight")
 
 
@@ -83,3 +87,38 @@ def dream_shapes(c: dict) -> tuple[dict[str, tuple[int, ...]], str]:
         shapes[f"{layer}mlp.gate_proj.weight"] = shapes[f"{layer}mlp.up_proj.weight"] = (mlp, d)
         shapes[f"{layer}mlp.down_proj.weight"] = (d, mlp)
     return shapes, "lm_head.weight"
+
+
+def run(llm: LLM, case: dict) -> list[Completion]:
+    """Decodes the case's prompts as its reference did."""
+    params = DecodingParams(
+        gen_length=case["gen_length"],
+        block_length=case["block_length"],
+        cache=case.get("mode", "none"),
+        ignore_eos=True,
+        **rule_of(case),
+    )
+    return llm.generate(prompts_of(case), params)
+
+
+def rule_of(case: dict) -> dict[str, float]:
+    if case.get("factor") is not None:
+        return {"factor": case["factor"]}
+    if case.get("threshold") is not None:
+        return {"threshold": case["threshold"]}
+    return {"steps": case["steps"]}
+
+
+def prompts_of(case: dict) -> list[list[int]]:
+    if "prompts" in case:
+        return case["prompts"]
+    return case["prompt"] if case["batch"] > 1 else [case["prompt"]]
+
+
+def finals(case: dict) -> list[list[int]]:
+    return case["final"] if isinstance(case["final"][0], list) else [case["final"]]
+
+
+def is_capped(case: dict) -> bool:
+    """The reference stopped at its step cap, with masks left."""
+    return MASK_ID[case["model"]] in finals(case)[0]

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dlmserve import LLM, DecodingParams
+from dlmserve import LLM
 from dlmserve.llm import Completion, Step
 from tests import golden_data
+from tests.golden_data import finals, prompts_of, run
 
 CASES = [
     pytest.param(family, file, i, id=f"{file}-{i}")
@@ -26,7 +27,6 @@ LOGITS = [
 # Short ones of each kind: cache modes, rules, both models (B has one KV head for all ranks), a batch.
 TP2 = {"llada": (5, 18, 33, 44, 45), "dream": (2, 11)}
 TP4 = {"llada": (18, 43), "dream": (8,)}
-MASK_ID = {"A": 318, "B": 380}
 
 
 @pytest.mark.parametrize(("family", "index"), LOGITS)
@@ -43,9 +43,9 @@ def test_logits(family: str, index: int, golden_llm: Callable[..., LLM]) -> None
 def test_trace(family: str, file: str, index: int, golden_llm: Callable[..., LLM]) -> None:
     case = golden_data.load(f"{family}/{file}.json")["traces"][index]
     completions = run(golden_llm(f"{family}/model_{case['model']}"), case)
-    if MASK_ID[case["model"]] in finals(case)[0]:
+    if golden_data.is_capped(case):
         # The reference stops at its step cap; ours goes on until nothing is masked.
-        assert MASK_ID[case["model"]] not in completions[0].token_ids
+        assert golden_data.MASK_ID[case["model"]] not in completions[0].token_ids
         assert_same_start(completions[0], rows_of(case)[0])
         return
     for completion, (final, steps) in zip(
@@ -68,35 +68,6 @@ def test_tensor_parallel_gives_the_same_tokens(
             completions = run(golden_llm(f"{family}/model_{case['model']}", tp_degree), case)
             assert [c.token_ids for c in completions] == finals(case), f"{family} trace {index}"
             assert [len(c.steps) for c in completions] == [len(steps) for steps in rows_of(case)]
-
-
-def run(llm: LLM, case: dict) -> list[Completion]:
-    params = DecodingParams(
-        gen_length=case["gen_length"],
-        block_length=case["block_length"],
-        cache=case.get("mode", "none"),
-        ignore_eos=True,
-        **rule_of(case),
-    )
-    return llm.generate(prompts_of(case), params)
-
-
-def rule_of(case: dict) -> dict[str, float]:
-    if case.get("factor") is not None:
-        return {"factor": case["factor"]}
-    if case.get("threshold") is not None:
-        return {"threshold": case["threshold"]}
-    return {"steps": case["steps"]}
-
-
-def prompts_of(case: dict) -> list[list[int]]:
-    if "prompts" in case:
-        return case["prompts"]
-    return case["prompt"] if case["batch"] > 1 else [case["prompt"]]
-
-
-def finals(case: dict) -> list[list[int]]:
-    return case["final"] if isinstance(case["final"][0], list) else [case["final"]]
 
 
 def rows_of(case: dict) -> list[list[Step]]:
