@@ -175,6 +175,7 @@ class Formed(Message, frozen=True):
     load_s: float
     details: str  # for the log: kernel, attention, dtype
     token_s: float  # of the warm-up step, per packed token: larger steps take less
+    num_bytes_read: int  # of weights that the rank did not hold yet
 
 
 class FormFailed(Message, frozen=True):

@@ -49,7 +49,9 @@ class FakeRank:
                 self.form = message
                 broken = message.model.path == "broken"
                 failed = FormFailed(instance, tp_rank, "broken: no weights there")
-                self.dealer.send(failed if broken else Formed(instance, tp_rank, NUM_PAGES, 0.0, "fake", 0.0))
+                self.dealer.send(
+                    failed if broken else Formed(instance, tp_rank, NUM_PAGES, 0.0, "fake", 0.0, 0)
+                )
             case Dissolve(instance) if self.form and self.form.instance == instance:
                 self.dealer.send(Dissolved(instance, self.form.tp_rank))
                 self.residents.clear()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from dlmserve import LLM, DecodingParams
 from dlmserve.checkpoint import ALIASES, read_model_info, resolve
 from dlmserve.errors import CheckpointError, ConfigError, UnsupportedModel
-from dlmserve.worker.weights import DummyWeights, SafetensorsWeights
+from dlmserve.worker.weights import Ask, DummyWeights, SafetensorsWeights
 from tests.golden_data import load
 
 Folder = Callable[[str], str]
@@ -112,16 +112,16 @@ def test_a_broken_file_is_named(golden_folder: Folder, tmp_path: Path) -> None:
 def test_a_rank_reads_its_slices_only(golden_folder: Folder) -> None:
     weights = SafetensorsWeights(golden_folder("llada/model_A"), torch.float32, "cpu")
     name, shape = "model.transformer.blocks.0.attn_out.weight", (64, 64)
-    full = weights.get(name, shape)
-    assert torch.equal(weights.get(name, shape, 0, 16, 32), full[16:32])
-    assert torch.equal(weights.get(name, shape, 1, 48, 64), full[:, 48:])
+    full = weights.get(Ask(name, shape))
+    assert torch.equal(weights.get(Ask(name, shape, 0, 16, 32)), full[16:32])
+    assert torch.equal(weights.get(Ask(name, shape, 1, 48, 64)), full[:, 48:])
 
 
 def test_dummy_weights_are_the_same_for_every_slicing(golden_folder: Folder) -> None:
     weights = DummyWeights(torch.float32, "cpu")
-    full = weights.get("a.weight", (8, 6))
-    assert torch.equal(torch.cat([weights.get("a.weight", (8, 6), 0, s, s + 4) for s in (0, 4)]), full)
-    assert not torch.equal(weights.get("b.weight", (8, 6)), full)
+    full = weights.get(Ask("a.weight", (8, 6)))
+    assert torch.equal(torch.cat([weights.get(Ask("a.weight", (8, 6), 0, s, s + 4)) for s in (0, 4)]), full)
+    assert not torch.equal(weights.get(Ask("b.weight", (8, 6))), full)
     llm = LLM(golden_folder("dream/model_B"), load_format="dummy")
     (out,) = llm.generate([[1, 2, 3]], DecodingParams(gen_length=8, block_length=8, ignore_eos=True))
     assert len(out.token_ids) == 8

@@ -74,3 +74,30 @@ def test_a_rank_that_hangs_inside_a_step_is_replaced_and_its_requests_go_on_else
         await until(lambda: b"dlmserve_rank_restarts_total 1.0" in head._metrics.render())
 
     serve(tmp_path, story, tp_layout=(1, 1), step_timeout_s=1.0)
+
+
+def test_the_layout_changes_under_load_and_no_token_is_lost_or_repeated(tmp_path: Path) -> None:
+    async def story(head: Head) -> None:
+        lives = lives_of(head)
+        alone = Client()
+        head.submit(spec(40), alone)
+        await alone.end
+        clients = []
+        for layout in ([1, 1], [2], [1]):
+            clients += [Client() for _ in range(3)]
+            for client in clients[-3:]:
+                head.submit(spec(40), client)
+            head.want_layout(layout)
+            await until(lambda: not head.cluster()["changing"])
+            assert head.cluster()["layout"] == sorted(layout)
+        summaries = [(await client.end)[1] for client in clients]
+        assert all(client.tokens == alone.tokens for client in clients)
+        assert any(len(summary.instances) > 1 for summary in summaries), "no request was handed over"
+        assert lives_of(head) == lives, "a process was started"
+
+    serve(tmp_path, story, tp_layout=(2,))
+
+
+def lives_of(head: Head) -> list[int]:
+    """How often each device's process was started."""
+    return [device["generation"] for device in head.cluster()["devices"]]

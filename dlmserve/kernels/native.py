@@ -147,6 +147,9 @@ def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> 
     return unmask
 
 
+TILE_B, TILE_K = 128, 512  # as in csrc/gemm.inc
+
+
 class PackedWeight:
     """W f32 [N, K] in the layout of the kernel's product, for the vectors in use now; takes the place of W."""
 
@@ -156,6 +159,21 @@ class PackedWeight:
         shape = (*weight.shape, self._bits)
         self._packed = torch.empty(_library.dlmserve_packed_size(*shape))
         _library.dlmserve_pack(weight.contiguous().data_ptr(), *shape, self._packed.data_ptr())
+
+    def unpacked(self) -> Tensor:
+        """W again. The layout is that of `pack` in csrc/gemm.inc."""
+        weight = torch.empty(self.num_out, self._width)
+        lanes, at = self._bits // 32, 0
+        for tile in weight.split(TILE_B):
+            num_rows = -(-len(tile) // lanes) * lanes  # padded to whole vectors
+            for columns in tile.split(TILE_K, dim=1):
+                for first in range(0, num_rows, 2 * lanes):
+                    width, num_k = min(2 * lanes, num_rows - first), columns.shape[1]
+                    panel = self._packed[at : at + num_k * width].view(num_k, width)
+                    rows = columns[first : first + width]
+                    rows.copy_(panel[:, : len(rows)].T)
+                    at += num_k * width
+        return weight
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W' + bias, f32 [T, N] from x f32 [T, K]; a row's result does not depend on the other rows."""

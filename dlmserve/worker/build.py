@@ -18,24 +18,35 @@ from dlmserve.worker.kv_cache import KVCache
 from dlmserve.worker.models import load_model, read_config
 from dlmserve.worker.parallel import Group
 from dlmserve.worker.runner import Runner
+from dlmserve.worker.shards import KeptShards
+from dlmserve.worker.weights import open_weights
 
 WARM_UP_TOKENS = 32
 
 
-def build_engine(form: Form, device: str, group: Group) -> Engine:
-    """Loads this rank's weights, sizes and allocates KV pages, warms up. Raises DlmServeError."""
-    return build_on(make_device(device), form, group, with_graphs=device != "cpu")
+def build_engine(form: Form, device: str, group: Group, kept: KeptShards | None = None) -> Engine:
+    """Loads this rank's weights, sizes and allocates KV pages, warms up. Raises DlmServeError.
+
+    `kept`: weights of the rank's last engine; it is empty afterwards.
+    """
+    return build_on(make_device(device), form, group, with_graphs=device != "cpu", kept=kept)
 
 
 @torch.inference_mode()
-def build_on(device: Device, form: Form, group: Group, with_graphs: bool) -> Engine:
+def build_on(
+    device: Device, form: Form, group: Group, with_graphs: bool, kept: KeptShards | None = None
+) -> Engine:
     """The same on a given device. Graphs are captured where the attention fits them, too."""
     info = replace(read_model_info(form.model.path), max_model_len=form.max_model_len)
     config = read_config(info)
     dtype = _dtype(form.model.dtype, device.name)
     chosen = attention.choose(form.attention, device.name, dtype, config.head_dim, form.page_size)
     with device.named_errors():
-        model = load_model(info, form.model.load_format, dtype, device.name, group, chosen)
+        files = open_weights(info.path, form.model.load_format, dtype, device.name)
+        weights = (kept or KeptShards()).over(form.model, files)
+        model = load_model(info, weights, dtype, device.name, group, chosen)
+        num_bytes_read = weights.num_bytes_read
+        del weights  # and with it what is left of the last engine's, before free memory is measured
         num_pages = form.num_pages or memory.num_pages(form, model, device)
         kv_heads = model.shard.kv_heads[1] - model.shard.kv_heads[0]
         shape = (config.num_layers, num_pages, form.page_size, kv_heads, config.head_dim)
@@ -46,6 +57,7 @@ def build_on(device: Device, form: Form, group: Group, with_graphs: bool) -> Eng
             for bucket in usual_buckets(info.default_block_length, *limits):
                 graphs.get(bucket)
         engine = Engine(Runner(model, cache, device, graphs), form.model.mask_id, form.model.eos_ids)
+        engine.num_bytes_read = num_bytes_read
         engine.warm_up(min(WARM_UP_TOKENS, form.max_model_len))
     return engine
 

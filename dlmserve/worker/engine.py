@@ -29,6 +29,7 @@ from dlmserve.worker.device import Wait
 from dlmserve.worker.memory import MAX_STEP_TOKENS
 from dlmserve.worker.runner import Runner
 from dlmserve.worker.sampling import RowGroup, Sampler, Top
+from dlmserve.worker.shards import Shard
 
 Alternatives = list[tuple[int, float]]  # (token, log probability), best first
 RULES = {"threshold": kernels.THRESHOLD, "factor": kernels.FACTOR, "steps": kernels.QUOTA}
@@ -68,6 +69,7 @@ class Engine:
         self._failed: list[Failure] = []
         self._num_steps = 0
         self.token_s = 0.0  # of the warm-up, per token
+        self.num_bytes_read = 0  # of weights, when it was built
         self._result = StepResult()
         self._flight: Flight | None = None
 
@@ -219,6 +221,10 @@ class Engine:
         began_at = time.perf_counter()
         self.logits([self._mask_id] * num_tokens).cpu()  # waits for a GPU
         self.token_s = (time.perf_counter() - began_at) / num_tokens
+
+    def shards(self) -> list[Shard]:
+        """Its weights, for the next engine of this rank."""
+        return list(self._model.shards())
 
     def check(self) -> None:
         """Raises AssertionError where pages and residents do not fit together."""

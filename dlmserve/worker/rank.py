@@ -31,20 +31,27 @@ from dlmserve.worker.step_loop import Engine, follow, lead
 
 if TYPE_CHECKING:
     from dlmserve.worker.parallel import Group
+    from dlmserve.worker.shards import KeptShards
 
 log = logging.getLogger("dlmserve.rank")
 
 MakeGroup = Callable[[str, int, int, str, float], "Group"]
-BuildEngine = Callable[[Form, str, "Group"], Engine]
+BuildEngine = Callable[[Form, str, "Group", "KeptShards"], Engine]
 
 
 class Rank:
     """`device` is "cpu" or "cuda:N"; `make_group` and `build_engine` are this package's, unless in a test."""
 
     def __init__(
-        self, head: Dealer, plans: PlanReceiver, device: str, make_group: MakeGroup, build_engine: BuildEngine
+        self,
+        head: Dealer,
+        plans: PlanReceiver,
+        device: str,
+        make_group: MakeGroup,
+        build_engine: BuildEngine,
+        kept: "KeptShards",
     ) -> None:
-        self._head, self._plans, self._device = head, plans, device
+        self._head, self._plans, self._device, self._kept = head, plans, device, kept
         self._make_group, self._build_engine = make_group, build_engine
 
     def run(self) -> None:
@@ -66,9 +73,9 @@ class Rank:
             group = self._make_group(
                 form.store_path, form.tp_rank, form.tp_degree, self._device, form.collective_timeout_s
             )
-            engine = self._build_engine(form, self._device, group)
+            engine = self._build_engine(form, self._device, group, self._kept)
             load_s = time.monotonic() - began_at
-            ready = (engine.num_pages, load_s, engine.details, engine.token_s)
+            ready = (engine.num_pages, load_s, engine.details, engine.token_s, engine.num_bytes_read)
             self._head.send(Formed(form.instance, form.tp_rank, *ready))
             formed = True
             if form.tp_rank == 0:
@@ -82,6 +89,7 @@ class Rank:
                 os._exit(1)  # the agent reports the line above and starts this device afresh
         finally:
             if engine is not None:
+                self._kept.keep(form.model, engine.shards())
                 engine.close()
             if group is not None:
                 group.close()
@@ -120,6 +128,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from dlmserve.worker.build import build_engine
     from dlmserve.worker.parallel import make_group
+    from dlmserve.worker.shards import KeptShards
 
     if args.device == "cpu":
         os.nice(5)  # the head lives on the same cores and must answer at once
@@ -133,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     head.send(RankHello(PROTOCOL_VERSION, *me, os.getpid(), args.device, plans.endpoint))
     start_heartbeat(args.head, identity, Heartbeat(*me))
     try:
-        Rank(head, plans, args.device, make_group, build_engine).run()
+        Rank(head, plans, args.device, make_group, build_engine, KeptShards()).run()
     except SystemExit:
         os._exit(0)  # at once: no thread of torch, NCCL or ZeroMQ is waited for
 

@@ -8,7 +8,7 @@ import json
 import math
 import zlib
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,14 +17,20 @@ from torch import Tensor
 from dlmserve.errors import CheckpointError
 
 
+class Ask(NamedTuple):
+    """The tensor `name` of full shape `shape`, or its slice start..stop - 1 along `dim`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    stop: int = 0
+
+
 class Weights(Protocol):
     """Source of a model's tensors, already in the wanted dtype and on the wanted device."""
 
-    def get(
-        self, name: str, shape: tuple[int, ...], dim: int | None = None, start: int = 0, stop: int = 0
-    ) -> Tensor:
-        """The tensor `name` of full shape `shape`, or its slice start..stop - 1 along `dim`."""
-        ...
+    def get(self, ask: Ask) -> Tensor: ...
 
 
 class SafetensorsWeights:
@@ -35,9 +41,8 @@ class SafetensorsWeights:
         self._file_of = _index(Path(folder))
         self._open_files: dict[Path, safe_open] = {}
 
-    def get(
-        self, name: str, shape: tuple[int, ...], dim: int | None = None, start: int = 0, stop: int = 0
-    ) -> Tensor:
+    def get(self, ask: Ask) -> Tensor:
+        name, shape, dim, start, stop = ask
         source = self._slice(name)
         found = tuple(source.get_shape())
         if found != shape:
@@ -65,9 +70,8 @@ class DummyWeights:
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self._dtype, self._device = dtype, device
 
-    def get(
-        self, name: str, shape: tuple[int, ...], dim: int | None = None, start: int = 0, stop: int = 0
-    ) -> Tensor:
+    def get(self, ask: Ask) -> Tensor:
+        name, shape, dim, start, stop = ask
         if len(shape) == 1 and not name.endswith("bias"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))

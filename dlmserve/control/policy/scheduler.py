@@ -104,13 +104,13 @@ class Scheduler:
             case RankLost():
                 actions = self._rank_lost(now, event)
             case NodeUp(node, num_devices):
-                actions = self._node_up(node, num_devices)
+                actions = self._node_up(now, node, num_devices)
             case NodeLost(node, reason):
                 actions = self._node_lost(now, node, reason)
             case LayoutWanted(layout):
-                actions = self._layout_wanted(layout)
+                actions = self._layout_wanted(now, layout)
             case Planned(plan):
-                actions = self._layout_wanted(self.reconfigurer.answer(plan))
+                actions = self._layout_wanted(now, self.reconfigurer.answer(plan))
             case Predicted():
                 actions = self._predicted(event)
             case Tick():
@@ -226,19 +226,18 @@ class Scheduler:
 
     def _rank_lost(self, now: float, event: RankLost) -> Iterator[Action]:
         yield from self._lost(now, self.cluster.remove_rank(event.rank, now, event.reason))
-        self.transition.look_again()
+        yield from self._look_again(now)
         if not event.exited:
             yield RestartRank(event.rank, event.reason)
 
-    def _node_up(self, node: str, num_devices: int) -> Iterator[Action]:
+    def _node_up(self, now: float, node: str, num_devices: int) -> Iterator[Action]:
         self.cluster.add_node(node, num_devices)
-        self.transition.look_again()
-        yield from ()
+        yield from self._look_again(now)
 
     def _node_lost(self, now: float, node: str, reason: str) -> Iterator[Action]:
         for lost in self.cluster.remove_node(node, now, reason):
             yield from self._lost(now, lost)
-        self.transition.look_again()
+        yield from self._look_again(now)
 
     def _tick(self, now: float) -> Iterator[Action]:
         for rank in self.cluster.stuck_ranks(now):
@@ -272,7 +271,7 @@ class Scheduler:
         if self._waiting:
             yield from self._fail_waiting()
 
-    def _layout_wanted(self, layout: tuple[int, ...] | None) -> Iterator[Action]:
+    def _layout_wanted(self, now: float, layout: tuple[int, ...] | None) -> Iterator[Action]:
         if (
             layout
             and self.transition.refusal(layout) is None
@@ -280,7 +279,13 @@ class Scheduler:
         ):
             self.num_reconfigurations += 1
             self.transition.want(layout)
-        yield from ()
+            yield from self._place_waiting(now)  # an instance that was draining may be wanted again
+
+    def _look_again(self, now: float) -> Iterator[Action]:
+        """The devices are not what they were when the way to the wanted layout was chosen."""
+        if self.transition.active:
+            self.transition.want(self.cluster.layout)
+            yield from self._place_waiting(now)
 
     def _change_layout(self, now: float) -> Iterator[Action]:
         """The next step towards the wanted layout: requests are asked back, drained instances dissolved."""

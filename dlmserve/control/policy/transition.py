@@ -102,11 +102,6 @@ class Transition:
             cluster.add_slot(degree)
         self.active = True
 
-    def look_again(self) -> None:
-        """A node or a rank came or went."""
-        if self.active:
-            self.want(self._cluster.layout)
-
     def to_drain(self) -> list[Instance]:
         """Instances to be marked as draining now; ends the transition where nothing is left to do."""
         cluster = self._cluster

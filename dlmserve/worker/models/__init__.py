@@ -9,7 +9,7 @@ from dlmserve.worker.attention import Attention
 from dlmserve.worker.models import dream, llada
 from dlmserve.worker.models.decoder import Decoder, DecoderConfig
 from dlmserve.worker.parallel import Group
-from dlmserve.worker.weights import open_weights
+from dlmserve.worker.weights import Weights
 
 FAMILIES = {"llada": llada, "dream": dream}
 
@@ -21,7 +21,7 @@ def read_config(info: ModelInfo) -> DecoderConfig:
 
 def load_model(
     info: ModelInfo,
-    load_format: str,
+    weights: Weights,
     dtype: torch.dtype,
     device: str,
     group: Group,
@@ -30,6 +30,4 @@ def load_model(
     """The rank's shard of the model. Raises CheckpointError."""
     config = read_config(info)
     config = replace(config, max_len=min(config.max_len, info.max_model_len))
-    weights = open_weights(info.path, load_format, dtype, device)
-    names = FAMILIES[info.family].NAMES
-    return Decoder(config, names, weights, group, dtype, device, attention)
+    return Decoder(config, FAMILIES[info.family].NAMES, weights, group, dtype, device, attention)

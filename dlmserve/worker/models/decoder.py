@@ -5,6 +5,7 @@ columns and vocabulary rows are sharded; each block ends its two halves with an 
 of a packed batch; knows nothing of requests, blocks or thresholds.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,10 @@ from dlmserve.errors import ConfigError
 from dlmserve.worker.attention import Attention
 from dlmserve.worker.batch import Batch
 from dlmserve.worker.kv_cache import KVCache
-from dlmserve.worker.linear import Linear
+from dlmserve.worker.linear import Fused
 from dlmserve.worker.parallel import Group
-from dlmserve.worker.weights import Weights
+from dlmserve.worker.shards import Shard as KeptShard
+from dlmserve.worker.weights import Ask, Weights
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,14 @@ class RMSNorm:
     """x * rsqrt(mean(x^2) + eps) in float32, cast back, then times the weight."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, eps
+        self.weight, self._eps = weight, eps
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
-            return kernels.rms_norm(x, self._weight, self._eps)
+            return kernels.rms_norm(x, self.weight, self._eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
-        return wide.to(x.dtype) * self._weight
+        return wide.to(x.dtype) * self.weight
 
 
 class Rope:
@@ -142,27 +144,33 @@ class Layer:
         self._num_kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
         self._head_dim = hd
 
-        def rows(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Tensor:
-            return weights.get(f"{prefix}{name}.weight", (full * unit, d), 0, part[0] * unit, part[1] * unit)
+        def rows(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Ask:
+            return Ask(f"{prefix}{name}.weight", (full * unit, d), 0, part[0] * unit, part[1] * unit)
 
-        def columns(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Tensor:
-            return weights.get(f"{prefix}{name}.weight", (d, full * unit), 1, part[0] * unit, part[1] * unit)
+        def columns(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Ask:
+            return Ask(f"{prefix}{name}.weight", (d, full * unit), 1, part[0] * unit, part[1] * unit)
 
-        def bias(name: str, full: int, part: tuple[int, int]) -> Tensor:
-            return weights.get(f"{prefix}{name}.bias", (full * hd,), 0, part[0] * hd, part[1] * hd)
+        def bias(name: str, full: int, part: tuple[int, int]) -> Ask:
+            return Ask(f"{prefix}{name}.bias", (full * hd,), 0, part[0] * hd, part[1] * hd)
 
         heads, kv_heads = (config.num_heads, shard.heads), (config.num_kv_heads, shard.kv_heads)
         parts = ((names.q, *heads), (names.k, *kv_heads), (names.v, *kv_heads))
-        qkv_bias = torch.cat([bias(*part) for part in parts]) if config.qkv_bias else None
-        self._qkv = Linear(torch.cat([rows(*part, unit=hd) for part in parts]), qkv_bias)
-        self._o = Linear(columns(names.o, *heads, unit=hd))
+        biases = [bias(*part) for part in parts] if config.qkv_bias else None
+        self._qkv = Fused(weights, [rows(*part, unit=hd) for part in parts], biases)
+        self._o = Fused(weights, [columns(names.o, *heads, unit=hd)])
         mlp = (config.mlp_size, shard.mlp)
-        self._gate_up = Linear(torch.cat([rows(names.gate, *mlp), rows(names.up, *mlp)]))
-        self._down = Linear(columns(names.down, *mlp))
-        self._attention_norm = RMSNorm(
-            weights.get(f"{prefix}{names.attention_norm}.weight", (d,)), config.norm_eps
+        self._gate_up = Fused(weights, [rows(names.gate, *mlp), rows(names.up, *mlp)])
+        self._down = Fused(weights, [columns(names.down, *mlp)])
+        self._norm_asks = [Ask(f"{prefix}{n}.weight", (d,)) for n in (names.attention_norm, names.mlp_norm)]
+        self._attention_norm, self._mlp_norm = (
+            RMSNorm(weights.get(ask), config.norm_eps) for ask in self._norm_asks
         )
-        self._mlp_norm = RMSNorm(weights.get(f"{prefix}{names.mlp_norm}.weight", (d,)), config.norm_eps)
+
+    def shards(self) -> Iterator[KeptShard]:
+        for fused in (self._qkv, self._o, self._gate_up, self._down):
+            yield from fused.shards()
+        for ask, norm in zip(self._norm_asks, (self._attention_norm, self._mlp_norm), strict=True):
+            yield _whole(ask, norm.weight)
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: KVCache | None, only_rows: bool
@@ -202,16 +210,25 @@ class Decoder:
         self.config, self.group, self.dtype, self.device = config, group, dtype, device
         self.attention = attention
         self.shard = shard_of(config, group.rank, group.size)
-        vocab, d = (config.vocab_size, config.hidden_size), config.hidden_size
-        self._embedding = weights.get(names.embedding, vocab, 0, *self.shard.vocab)
-        self.head = (
-            self._embedding if config.tied_head else weights.get(names.head, vocab, 0, *self.shard.vocab)
-        )
-        self._final_norm = RMSNorm(weights.get(names.final_norm, (d,)), config.norm_eps)
+        vocab = (config.vocab_size, config.hidden_size)
+        self._asks = [Ask(name, vocab, 0, *self.shard.vocab) for name in (names.embedding, names.head)]
+        self._embedding = weights.get(self._asks[0])
+        self.head = self._embedding if config.tied_head else weights.get(self._asks[1])
+        self._norm_ask = Ask(names.final_norm, (config.hidden_size,))
+        self._final_norm = RMSNorm(weights.get(self._norm_ask), config.norm_eps)
         self._rope = Rope(config, config.max_len, dtype, device)
         self._layers = [
             Layer(i, config, names, weights, self.shard, group, attention) for i in range(config.num_layers)
         ]
+
+    def shards(self) -> Iterator[KeptShard]:
+        """All that was read, for the next model of this rank."""
+        yield _whole(self._asks[0], self._embedding)
+        if not self.config.tied_head:
+            yield _whole(self._asks[1], self.head)
+        yield _whole(self._norm_ask, self._final_norm.weight)
+        for layer in self._layers:
+            yield from layer.shards()
 
     def forward(self, batch: Batch, cache: KVCache | None) -> Tensor:
         """Final, normalised hidden states of the batch's rows, [M, d], or of all its tokens, [T, d]."""
@@ -232,3 +249,7 @@ class Decoder:
         else:
             x = self._embedding[local.clamp(0, len(self._embedding) - 1)] * here[:, None]
         return self.group.all_reduce_(x)
+
+
+def _whole(ask: Ask, tensor: Tensor) -> KeptShard:
+    return KeptShard(ask, lambda: tensor)
