@@ -6,8 +6,10 @@ Parts:
   published    `tediserve` and its ablations against the published table
   dlmserve     `dlmserve` at 9.5 requests a second, and where it falls to 50%
   ablation     what each lever of `dlmserve` contributes, at a rate that all levers together can just bear
+  stagger      steps of fewer tokens, so that requests do not recompute together
   capacity     requests a second that 16 GPUs finish at 0.9, all busy: what the trace's peak is scaled by
-  trace        the day of 16 GPUs under INFaaS, TeDiServe and dlmserve
+  trace        the day of 16 GPUs under INFaaS, TeDiServe and dlmserve (--requests: a part of the day's requests, in
+               as much less time)
 
 Each part writes bench/results/simulations_PART.json: one entry of `dlmserve simulate --json` for each run.
 """
@@ -23,7 +25,7 @@ from statistics import mean
 from bench import report
 from dlmserve.control.policy.policies import POLICIES
 from dlmserve.simulate import make_config, simulate
-from dlmserve.simulation.scenarios import get_scenario
+from dlmserve.simulation.scenarios import DAY_REQUESTS, get_scenario
 
 # SLO attainment in % by rate: fixed 0.9, Algorithm 1 only, Algorithm 2 only, both (TeDiServe, GSM8K).
 PUBLISHED = {
@@ -40,8 +42,8 @@ VARIANTS = {
 }
 ABLATION_RPS = 14.0
 ALL_AT_ONCE = 1e6
-TRACE_POLICIES = ("infaas", "llumnix", "tediserve", "dlmserve")
-LOW_LOAD_S = 45 * 60  # of the trace
+STEP_TOKENS = (16384, 4096, 2048)
+TRACE_POLICIES = ("infaas", "tediserve", "dlmserve")
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,21 @@ class Run:
     max_resident_tokens: int | None = None  # None: the policy's own limit
     num_requests: int | None = None
     text: str | None = None
+    max_step_tokens: int | None = None
 
 
 def perform(run: Run) -> dict:
     scenario = get_scenario(run.scenario)
     if run.rps == ALL_AT_ONCE:
         scenario = replace(scenario, arrivals="poisson")
-    given = {"rps": run.rps, "num_requests": run.num_requests, "text": run.text}
+    given = {
+        "rps": run.rps,
+        "num_requests": run.num_requests,
+        "text": run.text,
+        "max_step_tokens": run.max_step_tokens,
+    }
+    if run.num_requests and scenario.arrivals == "day":
+        given["duration_s"] = scenario.duration_s * run.num_requests / DAY_REQUESTS
     scenario = replace(scenario, **{name: value for name, value in given.items() if value is not None})
     config = make_config(
         scenario,
@@ -146,11 +156,32 @@ def capacity(seeds: Iterable[int], num_requests: int | None) -> list[Run]:
     ]
 
 
+def stagger(seeds: Iterable[int], num_requests: int | None) -> list[Run]:
+    return [
+        Run(
+            f"{policy}, steps of {tokens} tokens",
+            "gsm8k-4gpu",
+            policy,
+            rps,
+            seed,
+            num_requests=num_requests,
+            max_step_tokens=tokens,
+        )
+        for policy, rps in (("infaas", 7.8), ("dlmserve", ABLATION_RPS))
+        for tokens in STEP_TOKENS
+        for seed in seeds
+    ]
+
+
 def trace(seeds: Iterable[int], num_requests: int | None) -> list[Run]:
-    return [Run(policy, "sharegpt-16gpu", policy, None, seed) for policy in TRACE_POLICIES for seed in seeds]
+    return [
+        Run(policy, "sharegpt-16gpu", policy, None, seed, num_requests=num_requests)
+        for policy in TRACE_POLICIES
+        for seed in seeds
+    ]
 
 
-PARTS = {part.__name__: part for part in (calibration, published, dlmserve, ablation, capacity, trace)}
+PARTS = {each.__name__: each for each in (calibration, published, dlmserve, ablation, stagger, capacity, trace)}
 
 
 # ---- tables
@@ -201,7 +232,7 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
     parser.add_argument("--seeds", default="0,1,2", help="with commas between (default: 0,1,2)")
-    parser.add_argument("--requests", type=int, help="of each gsm8k run (default: the scenario's 2000)")
+    parser.add_argument("--requests", type=int, help="of each run (default: 2000, the trace 63,736)")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
     seeds = tuple(int(seed) for seed in args.seeds.split(","))

@@ -33,7 +33,7 @@ class ServerConfig:
     cache: CacheMode = "dual"
     refresh: str = "full"  # "full" | "response:K"
     slo_ms: float | None = None
-    policy: str = "infaas"
+    policy: str = "dlmserve"
     step_predictor: str | None = None  # file of a trained one; None: the server's own history predicts
     policy_options: dict[str, float] = field(default_factory=dict)  # what each policy's known_options name
     max_resident_tokens: int | None = None  # per instance, of all canvases; None: the policy's own limit

@@ -117,10 +117,10 @@ def error_of(actions: list) -> DlmServeError:
 
 
 class Story:
-    """A scheduler whose invariants are checked after every event."""
+    """A scheduler whose invariants are checked after every event; policy infaas, unless told otherwise."""
 
     def __init__(self, costs: CostModel | None = None, asks_predictor: bool = False, **settings) -> None:
-        self.config = ServerConfig(page_size=PAGE, **settings)
+        self.config = ServerConfig(page_size=PAGE, **({"policy": "infaas"} | settings))
         self.scheduler = Scheduler(
             self.config, make_policy(self.config), MASK, MAX_MODEL_LEN, costs, asks_predictor
         )

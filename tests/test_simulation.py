@@ -150,10 +150,12 @@ def test_quality_of_a_mix_of_thresholds_is_near_the_measured_one() -> None:
 
 
 def test_a_day_has_the_recorded_rates_and_lengths() -> None:
-    jobs = replace(get_scenario("sharegpt-16gpu"), rps=20.0).jobs(seed=0)
+    jobs = replace(get_scenario("sharegpt-16gpu"), rps=20.0, duration_s=7200.0).jobs(seed=0)
     at = np.array([job.arrived_at for job in jobs])
     assert len(jobs) == pytest.approx(63_736, rel=0.03)
     assert (at[1:] >= at[:-1]).all()
+    squeezed = get_scenario("sharegpt-16gpu").jobs(seed=0)
+    assert len(squeezed) == pytest.approx(63_736, rel=0.03)
     assert ((at >= 4800) & (at < 5100)).sum() == pytest.approx(20 * 300, rel=0.05), "the busiest hour"
     assert np.median([job.prompt for job in jobs]) == pytest.approx(32, rel=0.1)
     assert all(job.output % 32 == 0 for job in jobs)

@@ -85,10 +85,10 @@ class Dlmserve(SloPolicy):
             order = _fitting(order, needs, free)
 
     def _update_batches(self, view: View) -> None:
-        """Of the instances whose residents or predictions have changed."""
+        """Of the instances whose residents have changed."""
         num_new = len(view.cluster.slots) - len(self._batches)  # another layout is wanted
         self._batches = np.append(self._batches, np.zeros(max(0, num_new)))
-        slots = [slot for slot in view.changed_slots if slot >= 0]
+        slots = list(view.changed_slots)
         self._batches[slots] = self.outlook(view, residents_of(view, slots)).batches()[slots]
 
     def _free(self, view: View, room: list[Room]) -> np.ndarray:

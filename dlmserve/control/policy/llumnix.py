@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from dlmserve.control.policy.cluster import Instance
-from dlmserve.control.policy.outlook import residents_of, step_times
+from dlmserve.control.policy.outlook import step_times
 from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.remaining import STAYING
+from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.view import Decision, Move, View
 
 NEAR_BLOCK_START = 8  # masks left in a block: the worker runs ahead, so a move is asked for a little early
@@ -66,15 +67,14 @@ def _tokens_after_moves(view: View) -> np.ndarray:
 
 def _near_block_start(view: View) -> list[int]:
     """On the instances that have ended a step."""
-    if not view.stepped_slots:
-        return []
-    rows = residents_of(view, view.stepped_slots)
-    near = (
-        (rows["masks_in_block"] <= NEAR_BLOCK_START)
-        & (rows["recomputes"] >= 1)
-        & (rows["going_to"] == STAYING)
-    )
-    return rows.index("number")[near].tolist()
+    names = [view.cluster.slots[slot].instance for slot in view.stepped_slots]
+    residents = [number for name in names if name for number in view.cluster.instances[name].residents]
+    return [number for number in residents if _may_move(view.requests[number])]
+
+
+def _may_move(request: RequestState) -> bool:
+    is_near = request.masks_in_block <= NEAR_BLOCK_START and request.moving_to is None
+    return is_near and request.recomputes_left >= 1
 
 
 def fastest_after(view: View, instances: list[Instance], num_tokens: int) -> Instance:

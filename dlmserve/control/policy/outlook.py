@@ -76,8 +76,8 @@ def degrees_of(view: View) -> list[int]:
 
 
 def residents_of(view: View, slots: Iterable[int]) -> Rows:
-    """The rows of the requests on these slots' instances; WAITING among the slots is nobody's."""
-    names = [view.cluster.slots[int(slot)].instance for slot in slots if slot >= 0]
+    """The rows of the requests on these slots' instances."""
+    names = [view.cluster.slots[slot].instance for slot in slots]
     instances = [view.cluster.instances[name] for name in names if name]
     return view.work.rows([number for instance in instances for number in instance.residents])
 

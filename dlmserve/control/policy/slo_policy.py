@@ -1,7 +1,7 @@
 """What policies that control thresholds by SLO have in common: when Algorithms 1 and 2 run, and on what.
 
-Algorithm 1 for the residents of an instance whose members or predictions have changed; Algorithm 2, then
-Algorithm 1 for everybody, when the load has changed and the last time is CONTROL_S ago, at ticks and arrivals.
+Algorithm 1 for the residents of an instance whose members have changed; Algorithm 2, then Algorithm 1 for
+everybody, when the load or predictions have changed and the last time is CONTROL_S ago: at ticks and arrivals.
 """
 
 from abc import ABC, abstractmethod

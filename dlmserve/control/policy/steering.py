@@ -117,12 +117,10 @@ class Steering:
             self._take(requests, [event.progress[i].steps for i in live], event.steps[live])
 
     def _take(self, requests: list[RequestState], at_steps: list[int], steps_left: np.ndarray) -> None:
-        work = self.view.work
-        work.predict(requests, at_steps, steps_left)
-        rows = work.rows([request.number for request in requests])
-        self.view.changed_slots.update(rows.index("slot").tolist())
+        self.view.work.predict(requests, at_steps, steps_left)
         self.view.load_changed = True
-        predicted = steps_left[np.arange(len(requests)), rows.index("current")]
+        current = self.view.work.rows([request.number for request in requests]).index("current")
+        predicted = steps_left[np.arange(len(requests)), current]
         for request, at_step, steps in zip(requests, at_steps, predicted.tolist(), strict=True):
             self.errors.predicted(request.number, at_step, steps)
 

@@ -35,7 +35,7 @@ class View:
     history: HistoricalAverage
     pace: Pace
     waiting: WaitingQueue
-    changed_slots: set[int] = field(default_factory=set)  # their residents or predictions have changed
+    changed_slots: set[int] = field(default_factory=set)  # their residents have changed
     stepped_slots: set[int] = field(default_factory=set)  # their instances have ended a step
     load_changed: bool = True  # requests came, ended or have new predictions
 
