@@ -17,7 +17,8 @@ import numpy as np
 
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import Instance
-from dlmserve.control.policy.outlook import Outlook, all_residents, all_waiting, residents_of
+from dlmserve.control.policy.line import Line
+from dlmserve.control.policy.outlook import Outlook, all_residents, residents_of
 from dlmserve.control.policy.rebalance import Limits, look_ahead
 from dlmserve.control.policy.remaining import Rows
 from dlmserve.control.policy.request import RequestState
@@ -55,6 +56,7 @@ class Dlmserve(SloPolicy):
         self._refreshing = False
         self._refresh_changed_at = self._rebalanced_at = -np.inf
         self._batches = np.zeros(len(config.tp_layout))  # expected tokens of a step, by slot
+        self._line = Line(self.outlook, bool(self.options["least_slack"]))
 
     def outlook(self, view: View, rows: Rows, refresh_blocks: float | None = None) -> Outlook:
         speeds = view.history.tokens_per_step(view.work.thresholds) if self.options["eos_aware"] else None
@@ -63,26 +65,22 @@ class Dlmserve(SloPolicy):
     # ---- placement
 
     def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
-        room = view.room(self.max_resident_tokens)
-        if not room:
-            return
         self._update_batches(view)
-        waiting = self.outlook(view, all_waiting(view))
-        rows = waiting.rows
-        needs = np.stack((rows["num_pages"], rows["whole_tokens"], waiting.step_tokens), axis=1)
+        self._line.update(now, view, self._step_s(view))
+        room = view.room(self.max_resident_tokens)
         free = self._free(view, room)
-        order = _fitting(self._order(now, view, waiting), needs, free)
-        while len(order):
-            at, order = int(order[0]), order[1:]
-            fits = (needs[at] <= free).all(axis=1)
+        for place, request in self._line.waiting(view, self._line.fitting(free)):
+            needs = self._line.needs[place]
+            fits = (needs <= free).all(axis=1)
             if not fits.any():
                 continue
-            instance = room[self._shortest_step(view, room, fits, float(needs[at, 2]))].instance
-            yield view.requests[int(rows["number"][at])], instance
-            self._batches[instance.slot.index] += needs[at, 2]
+            instance = room[self._shortest_step(view, room, fits, float(needs[2]))].instance
+            yield request, instance
+            self._batches[instance.slot.index] += needs[2]
             room = view.room(self.max_resident_tokens)
             free = self._free(view, room)
-            order = _fitting(order, needs, free)
+            if not len(self._line.fitting(free)):
+                return
 
     def _update_batches(self, view: View) -> None:
         """Of the instances whose residents have changed."""
@@ -101,16 +99,10 @@ class Dlmserve(SloPolicy):
                     row[2] = most - self._batches[each.instance.slot.index]
         return free
 
-    def _order(self, now: float, view: View, waiting: Outlook) -> np.ndarray:
-        """Indices of the waiting requests, the first to serve first; those that had started keep their turn."""
-        rows = waiting.rows
-        keys = [rows["number"]]
-        if self.options["least_slack"]:
-            degree = min(instance.tp_degree for instance in view.cluster.serving())
-            step_s = view.costs.step_s(degree, float(self._batches.max(initial=0.0)))
-            steps = waiting.steps[np.arange(len(rows)), rows.index("cap")]
-            keys += [rows["deadline"] - steps * step_s, ~waiting.savable(now)]
-        return np.lexsort((*keys, -rows["priority"], rows["steps"] == 0))
+    def _step_s(self, view: View) -> float:
+        """Of the slowest instance's batch."""
+        degree = min((instance.tp_degree for instance in view.cluster.serving()), default=1)
+        return view.costs.step_s(degree, float(self._batches.max(initial=0.0)))
 
     def _shortest_step(self, view: View, room: list[Room], fits: np.ndarray, tokens: float) -> int:
         """Index of the instance, among those that fit, whose step is the shortest with the request on it."""
@@ -200,8 +192,3 @@ class Dlmserve(SloPolicy):
         self._rebalanced_at = now
         outlook = self.outlook(view, all_residents(view))
         return look_ahead(now, view, outlook, self.max_resident_tokens, LIMITS)
-
-
-def _fitting(order: np.ndarray, needs: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Those of `order` that some instance may have room for."""
-    return order[(needs[order] <= free.max(axis=0, initial=-1.0)).all(axis=1)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dlmserve.control.policy.remaining import WAITING, Rows
+from dlmserve.control.policy.remaining import Rows
 from dlmserve.control.policy.threshold import OPTIMISM
 from dlmserve.control.policy.view import View
 
@@ -84,7 +84,3 @@ def residents_of(view: View, slots: Iterable[int]) -> Rows:
 
 def all_residents(view: View) -> Rows:
     return view.work.take(np.flatnonzero(view.work.rows()["slot"] >= 0))
-
-
-def all_waiting(view: View) -> Rows:
-    return view.work.take(np.flatnonzero(view.work.rows()["slot"] == WAITING))

@@ -23,6 +23,7 @@ from dlmserve.messages import Release, RequestStep, SetRefresh, SetThreshold, St
 
 # Tokens unmasked between two predictions: the most whose error is within 5% of predicting at every token.
 REFRESH_TOKENS = 8
+HISTORY_S = 0.1  # at least, between two predictions from the history
 
 
 class Steering:
@@ -50,6 +51,8 @@ class Steering:
             waiting=waiting,
         )
         self.errors = PredictionErrors()
+        self._due: dict[int, RequestState] = {}  # to be predicted from the history
+        self._predicted_at = -np.inf
 
     # ---- what happens to requests
 
@@ -60,6 +63,7 @@ class Steering:
 
     def ended(self, request: RequestState, finished: bool) -> None:
         self.view.work.remove(request.number)
+        self._due.pop(request.number, None)
         self.view.load_changed = True
         if finished:
             self.view.history.observe_finish(request.num_unmasked / request.output_length)
@@ -107,7 +111,16 @@ class Steering:
         if self._asks:
             yield Predict(tuple(request.progress() for request in requests))
         else:
-            self._take(requests, [request.steps for request in requests], self._usual_steps(requests))
+            self._due.update({request.number: request for request in requests})
+
+    def _predict_due(self, now: float) -> None:
+        """From the history, all that are due in one batch."""
+        if not self._due or now < self._predicted_at + HISTORY_S:
+            return
+        self._predicted_at = now
+        requests = list(self._due.values())
+        self._due.clear()
+        self._take(requests, [request.steps for request in requests], self._usual_steps(requests))
 
     def predicted(self, event: Predicted) -> None:
         """Those that are over by now are left out."""
@@ -141,6 +154,8 @@ class Steering:
 
     def decide(self, now: float, may_control: bool) -> Iterator[Action]:
         """Performs what the policy wants done; says nothing that an instance knows already."""
+        if may_control:
+            self._predict_due(now)
         decision = self._policy.control(now, self.view) if may_control else None
         decision = decision or self._policy.decide(now, self.view)
         self.view.changed_slots.clear()

@@ -19,7 +19,7 @@ from dlmserve.control.policy.view import Move, View
 class Tediserve(SloPolicy):
     known_options = SloPolicy.known_options | {
         "drop_late": 1.0,
-        "supply": 0.8,  # at 0.9 attainment falls earlier than published, at 0.7 later
+        "supply": 1.0,
         "margin": 0.05,  # a move must make the step faster by this share
     }
 
@@ -46,8 +46,7 @@ class Tediserve(SloPolicy):
         total = 0.0
         for instance in view.cluster.serving():
             batch = min(max(seats, 1.0), instance.max_num_seqs) * float(outlook.step_tokens.mean())
-            step_s = view.costs.step_s(instance.tp_degree, batch) * view.pace.ratio(instance.tp_degree)
-            total += batch / step_s
+            total += batch / view.costs.step_s(instance.tp_degree, batch)
         return total
 
     def step_moves(self, view: View) -> Iterable[Move]:
