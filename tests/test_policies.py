@@ -117,6 +117,15 @@ def test_thresholds_stay_high_without_load_and_fall_with_it(policy: str) -> None
     assert lowered and min(lowered) == 0.5
 
 
+def test_load_control_is_not_on_the_way_of_a_steps_tokens() -> None:
+    story = make_story("tediserve", options={"alg1": 0}, max_num_seqs=64)
+    for request in range(1, 30):
+        story.arrive(0.0, request, make_spec(8, slo_s=10.0))
+    told = story.report(5.0, "i0.1", 0, make_step(1, {4: 7}))
+    assert sent(told, SetThreshold) == []
+    assert sent(story.at(5.0, Tick()), SetThreshold) != []
+
+
 @pytest.mark.parametrize("policy", ["tediserve", "dlmserve"])
 def test_a_threshold_is_sent_only_when_it_changes(policy: str) -> None:
     story = make_story(policy, max_num_seqs=64)
@@ -192,6 +201,32 @@ def test_dlmserve_serves_the_least_slack_first_and_the_paper_the_first_arrival()
         story.arrive(0.2, 3, make_spec(slo_s=20.0))
         done = story.report(0.3, "i0.1", 0, make_step(1, {4: 7}, finished="stop"))
         assert [command.request for _, command in sent(done, Admit)] == [first]
+
+
+def test_who_arrives_between_two_orderings_of_the_line_waits_for_the_next() -> None:
+    for finished_at, first in ((0.15, 2), (0.3, 3)):
+        story = make_story("dlmserve", max_num_seqs=1)
+        story.arrive(0.0, 1, make_spec(slo_s=50.0))
+        story.arrive(0.1, 2, make_spec(slo_s=50.0))
+        story.arrive(0.12, 3, make_spec(slo_s=20.0))
+        done = story.report(finished_at, "i0.1", 0, make_step(1, {4: 7}, finished="stop"))
+        assert [command.request for _, command in sent(done, Admit)] == [first]
+
+
+def test_predictions_from_the_history_are_made_in_one_batch_with_load_control() -> None:
+    story = make_story("tediserve")
+    work = story.scheduler.steering.view.work
+    for request in (1, 2):
+        story.arrive(0.0, request, make_spec(num_blocks=8))
+    for seq in range(3):  # one token a step: three times slower than usual
+        tokens = {4 + seq: 7}
+        story.report(1.0, "i0.1", seq, *(make_step(request, tokens) for request in (1, 2)))
+    counted_down = work.rows().steps_left()[:, 0].tolist()
+    for seq in range(3, 8):
+        steps = (make_step(r, {4 + seq: 7}, block=seq // BLOCK) for r in (1, 2))
+        story.report(1.0, "i0.1", seq, *steps)
+    story.at(2.0, Tick())
+    assert all(new > old - 5 for new, old in zip(work.rows().steps_left()[:, 0], counted_down, strict=True))
 
 
 def test_who_is_too_late_is_dropped_by_the_paper_and_served_last_by_dlmserve() -> None:
