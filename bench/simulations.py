@@ -40,7 +40,7 @@ VARIANTS = {
     "Alg. 2 only": ("tediserve", {"alg1": 0.0}),
     "both": ("tediserve", {}),
 }
-ABLATION_RPS = 14.0
+ABLATION_RPS = 20.0
 ALL_AT_ONCE = 1e6
 STEP_TOKENS = (16384, 4096, 2048)
 TRACE_POLICIES = ("infaas", "tediserve", "dlmserve")
@@ -121,7 +121,7 @@ def published(seeds: Iterable[int], num_requests: int | None) -> list[Run]:
 def dlmserve(seeds: Iterable[int], num_requests: int | None) -> list[Run]:
     return [
         Run("dlmserve", "gsm8k-4gpu", "dlmserve", rps, seed, num_requests=num_requests)
-        for rps in (9.5, 12.0, 14.0, 15.0, 16.0)
+        for rps in (9.5, 16.0, 20.0, 24.0, 28.0)
         for seed in seeds
     ]
 
@@ -181,7 +181,9 @@ def trace(seeds: Iterable[int], num_requests: int | None) -> list[Run]:
     ]
 
 
-PARTS = {each.__name__: each for each in (calibration, published, dlmserve, ablation, stagger, capacity, trace)}
+PARTS = {
+    each.__name__: each for each in (calibration, published, dlmserve, ablation, stagger, capacity, trace)
+}
 
 
 # ---- tables
