@@ -146,7 +146,7 @@ __device__ inline void reduce_rows(const Logits& logits, const Banned& banned, c
 }
 
 #define ROWS_KERNEL(NAME, T, DRAWS)                                                              \
-    extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP)                                \
+    extern "C" __global__ void __launch_bounds__(MAX_WARPS * WARP)                                \
         NAME(const __grid_constant__ Logits logits, const __grid_constant__ Banned banned,       \
              const __grid_constant__ Keys keys, Row* parts) {                                    \
         reduce_rows<T, DRAWS>(logits, banned, keys, parts);                                      \
@@ -165,7 +165,7 @@ struct RowsOut {
 };
 
 // A thread per row.
-extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP)
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * WARP)
     merge_rows(const Row* parts, int num_parts, i64 num_rows, i64 token_offset, const __grid_constant__ RowsOut out) {
     const i64 m = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (m >= num_rows) return;

@@ -109,7 +109,7 @@ __device__ inline void write_statistics(const float* ranked, int length, float* 
     statistics[4] = are_numbers ? quantile(ranked, length, 0.75f) : mean;
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP)
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * WARP)
     select_rows(const float* confidence, const __grid_constant__ Requests requests,
                 const __grid_constant__ Scratch scratch, bool* unmask) {
     const Span span = span_of(requests);
@@ -127,7 +127,7 @@ struct Outcome {
     bool* unmask;
 };
 
-extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP)
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * WARP)
     unmask_step(const float* parts, int tp_degree, const __grid_constant__ Requests requests, const i64* position,
                 i64* canvas, const __grid_constant__ Scratch scratch, const __grid_constant__ Outcome out) {
     const Span span = span_of(requests);
