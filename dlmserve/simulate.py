@@ -16,7 +16,7 @@ from rich.table import Table
 from dlmserve.config import ServerConfig
 from dlmserve.errors import ConfigError
 from dlmserve.flags import Parser
-from dlmserve.simulation.scenarios import SCENARIOS, SWEEP_RPS, Scenario, get_scenario
+from dlmserve.simulation.scenarios import SCENARIOS, SWEEP_RPS, NodeFailure, Scenario, get_scenario
 from dlmserve.simulator import PredictorName, Simulator
 
 MAX_NUM_SEQS = 128
@@ -55,6 +55,7 @@ def simulate(
         "text": scenario.text,
         "early_answers": scenario.early_answers,
         "slo_s": scenario.slo_s,
+        "failures": [list(each) for each in scenario.failures],
         "layout": list(scenario.layout),
         "refresh": config.refresh,
         "reconfigure_every_s": config.reconfigure_every_s,
@@ -114,6 +115,14 @@ def simulate_parser() -> Parser:
         help="let the planner change the layout, by the load of the last S seconds (default: never)",
     )
     cluster.add_argument(
+        "--node-failure",
+        type=_node_failure,
+        action="append",
+        default=[],
+        metavar="AT:NODE:S",
+        help="that node (from 0) is cut off at AT seconds, for S seconds; repeatable",
+    )
+    cluster.add_argument(
         "--max-resident-tokens", type=int, metavar="N", help="per instance (default: the policy's)"
     )
     cluster.add_argument("--refresh", default="full", metavar="full|response:K", help="as for serve")
@@ -138,13 +147,22 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         "cost_model": args.cost_model,
         "overhead_s": None if args.overhead_ms is None else args.overhead_ms / 1e3,
         "layout": args.tp_layout,
+        "failures": tuple(args.node_failure) or None,
         "num_requests": args.requests,
         "output": args.output,
         "slo_s": None if args.slo_ms is None else args.slo_ms / 1e3,
         "text": args.text,
         "early_answers": args.early_answers or None,
     }
-    return replace(scenario, **{name: value for name, value in given.items() if value is not None})
+    if args.tp_layout and sum(args.tp_layout) != sum(scenario.layout):
+        given["nodes"] = ()  # another number of GPUs: one node
+    scenario = replace(scenario, **{name: value for name, value in given.items() if value is not None})
+    for failure in scenario.failures:
+        if not 0 <= failure.node < max(len(scenario.nodes), 1):
+            raise ConfigError(
+                f"--node-failure names node {failure.node}; {scenario.name} has {max(len(scenario.nodes), 1)}, from 0"
+            )
+    return scenario
 
 
 def _config(args: argparse.Namespace, scenario: Scenario, policy: str) -> ServerConfig:
@@ -165,6 +183,14 @@ def _option(text: str) -> tuple[str, float]:
         return name, float(value)
     except ValueError as error:
         raise ConfigError(f"--policy-option is {text!r}; wanted NAME=NUMBER, e.g. moves=0") from error
+
+
+def _node_failure(text: str) -> NodeFailure:
+    try:
+        at, node, down_s = text.split(":")
+        return NodeFailure(float(at), int(node), float(down_s))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"'{text}'; wanted AT:NODE:SECONDS, e.g. 100:0:60") from error
 
 
 def _numbers(text: str) -> tuple[float, ...]:

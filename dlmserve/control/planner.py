@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from dlmserve.control.policy.events import Planned
-from dlmserve.control.policy.plan import Plan, Problem
+from dlmserve.control.policy.plan import Plan, Problem, tp_layout
 
 ANSWER_S = 90.0  # longer than the planner's own limits together
 RETRY_S = 1.0  # before it is started again; doubles up to
@@ -92,7 +92,11 @@ class PlannerProcess:
             answer = await asyncio.wait_for(_read_frame(process.stdout), ANSWER_S)
             self._num_failures = 0
             if answer:
-                self._answer(Planned(msgspec.msgpack.decode(answer, type=Plan)))
+                plan = msgspec.msgpack.decode(answer, type=Plan)
+                layout = ",".join(map(str, tp_layout(plan.layout)))
+                status = f"{plan.status} ({plan.reason})" if plan.reason else plan.status
+                log.info("plan: layout %s, %s, in %.1f s", layout, status, plan.solve_s)
+                self._answer(Planned(plan))
 
 
 async def _read_frame(stream: asyncio.StreamReader) -> bytes:

@@ -23,9 +23,9 @@ SHAREGPT_CAPACITY_RPS = 45.0
 # number, and squeezes the day further, as its peak is higher.
 DAY_S, DAY_PEAK_RPS, DAY_REQUESTS = 7200.0, 20.0, 63_736
 
-# The most that 4 x TP1 bear at 0.9 by the planner: `dlmserve plan --model-preset h100-nvlink --gpus 4
-# --lengths sharegpt --slo-ms 12500 --max-num-seqs 128 --rps 12.5`.
-DIURNAL_PEAK_RPS = 12.5
+# About the most that 8 x TP1 bear at 0.9 by the planner: `dlmserve plan --model-preset h100-nvlink --nodes 2
+# --gpus 4 --lengths sharegpt --slo-ms 12500 --max-num-seqs 128 --rps 25`.
+DIURNAL_PEAK_RPS = 25.0
 
 # An H100 of 80 GB: 90% usable, less 16.1 GB of weights and 4 GB of activations, at 0.5 MiB of K/V a token
 # (LLaDA-8B has 32 layers of 32 K/V heads of 128, bfloat16).
@@ -65,7 +65,7 @@ class Scenario:
     predict_s: float = 0.05  # the predictor answers all that has gathered, so often
     nodes: tuple[int, ...] = ()  # GPUs of each; (): one node that has what the layout needs
     plan_s: float = 5.0  # the planner takes so long
-    regroup_s: float = 10.0  # from a formation to an instance that serves: shards that ranks lack are read
+    regroup_s: float = 5.0  # from a formation to an instance that serves: shards that ranks lack are read
     failures: tuple[NodeFailure, ...] = ()
 
     @property
@@ -106,17 +106,18 @@ SCENARIOS = {
         lengths="sharegpt",
         nodes=(4,) * 4,
     ),
-    # A day in twelve minutes on one node with full NVLink, where large instances pay at low load. Planning and
+    # A day in twelve minutes on two nodes with full NVLink, where large instances pay at low load. Planning and
     # regrouping are not squeezed with it.
     "diurnal": Scenario(
         "diurnal",
         "day",
-        layout=(1,) * 4,
+        layout=(1,) * 8,
         slo_s=12.5,
         rps=DIURNAL_PEAK_RPS,
         lengths="sharegpt",
         duration_s=720.0,
         cost_model="h100-nvlink",
+        nodes=(4, 4),
     ),
     "sweep": replace(_GSM8K, name="sweep"),
 }
