@@ -10,6 +10,7 @@
     ├── Unavailable            draining, or no instance serves (HTTP 503)
     ├── NotFinite              the logits of one request are NaN or infinite (HTTP 500)
     ├── KernelsUnavailable     the CUDA kernels cannot be compiled or loaded here
+    ├── NoPlan                 the planner found neither a layout nor the proof that there is none
     ├── ProtocolError          a message that does not belong to this protocol version
     └── WorkerError            an instance could not be formed, or was lost
         ├── OutOfPages         an admission that the KV pages cannot hold
@@ -70,6 +71,10 @@ class NotFinite(DlmServeError):
 
 class KernelsUnavailable(DlmServeError):
     """The CUDA kernels cannot be compiled or loaded on this machine."""
+
+
+class NoPlan(DlmServeError):
+    """The planner's time ran out before it had an answer."""
 
 
 class ProtocolError(DlmServeError):

@@ -119,16 +119,17 @@ def make_problem(args: argparse.Namespace) -> Problem:
     if not all(0 < each <= 1 for each in thresholds):
         raise ConfigError(f"--thresholds is {args.thresholds}; wanted values above 0 and at most 1")
     overhead_s = args.overhead_ms / 1e3
+    present = _layout(args.present, args.nodes * args.gpus) if args.present else []
     return Problem(
         classes=_classes(args.lengths, args.rps, None if args.slo_ms is None else args.slo_ms / 1e3),
         nodes=[args.gpus] * args.nodes,
         tp_degrees=degrees,
         thresholds=thresholds,
         tokens_per_step=HistoricalAverage().tokens_per_step(np.array(thresholds)).tolist(),
-        step_s={d: [(n, s + overhead_s) for n, s in costs.points(d)] for d in degrees},
+        step_s={d: [(n, s + overhead_s) for n, s in costs.points(d)] for d in {*degrees, *present}},
         max_num_seqs=args.max_num_seqs,
         kv_tokens=args.kv_tokens,
-        present=list(_layout(args.present, args.nodes * args.gpus)) if args.present else [],
+        present=present,
     )
 
 
@@ -155,8 +156,8 @@ def _degrees(flag: str, text: str, num_gpus: int) -> list[int]:
     return fitting
 
 
-def _layout(text: str, num_gpus: int) -> tuple[int, ...]:
-    layout = tuple(int(each) for each in _numbers("--present", text))
+def _layout(text: str, num_gpus: int) -> list[int]:
+    layout = [int(each) for each in _numbers("--present", text)]
     if any(each not in (1, 2, 4, 8) for each in layout) or sum(layout) > num_gpus:
         raise ConfigError(f"--present is {text}; wanted TP degrees (1, 2, 4, 8) of {num_gpus} GPUs in all")
     return layout

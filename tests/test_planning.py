@@ -17,6 +17,7 @@ from dlmserve.control.policy.plan import (
     packs,
     tp_layout,
 )
+from dlmserve.errors import NoPlan
 from tests.planning_data import GSM8K, TOKENS_PER_STEP, make_problem
 
 SATURATING = 40.0  # requests a second on eight GPUs
@@ -180,3 +181,9 @@ def test_a_mix_of_classes_meets_each_ones_slo() -> None:
     assert plan.outcome and plan.status == "optimal"
     alone = assess(make_problem(0.0, classes=[long]), plan.layout)
     assert alone and alone.latency_s <= SLO_SHARE * 6.0 + 1e-3
+
+
+def test_running_out_of_time_is_not_taken_for_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlmserve.control.planning.solver.MAX_VIOLATION", -1.0)  # no answer is good enough
+    with pytest.raises(NoPlan, match="no answer within"):
+        solve(make_problem(5.0))

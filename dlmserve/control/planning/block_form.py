@@ -17,6 +17,7 @@ from dlmserve.control.planning.block_times import LOAD_LIMIT, SLO_SHARE, BlockTi
 from dlmserve.control.planning.goals import Form, solve_in_order
 from dlmserve.control.planning.solver import Clock, minimise
 from dlmserve.control.policy.plan import Outcome, Plan, Problem, counts_of, fill
+from dlmserve.errors import NoPlan
 
 TIME_LIMIT_S = 20.0
 
@@ -24,7 +25,8 @@ TIME_LIMIT_S = 20.0
 def solve(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> Plan:
     """The best layout for the load: highest threshold, then lowest latency, then fewest instances.
 
-    `time_limit_s`: for that, and as much again for what the present layout would do.
+    `time_limit_s`: for that, and as much again for what the present layout would do. Raises NoPlan where that
+    was too short for any answer.
     """
     reason = unservable(problem)
     if reason:
@@ -91,7 +93,7 @@ def gpu_limits(problem: Problem, instances: Any) -> list[Any]:
 
 
 def assess(problem: Problem, counts: dict[int, int], time_limit_s: float = TIME_LIMIT_S) -> Outcome | None:
-    """What a given layout makes of the load; None where it can't carry it, or is empty."""
+    """What a given layout makes of the load; None where it can't carry it, or is empty. Raises NoPlan."""
     mine = replace(problem, tp_degrees=list(counts))
     if not counts or unservable(mine):
         return None
@@ -111,7 +113,9 @@ def _infeasible(problem: Problem, reason: str) -> Plan:
 def _missing_gpus(problem: Problem, times: BlockTimes, clock: Clock) -> str:
     form, _ = build(problem, times)
     num_gpus = np.array(problem.tp_degrees) @ form.instances
-    if minimise(num_gpus, form.constraints, clock, abs_gap=0.99) == "infeasible":
+    try:
+        minimise(num_gpus, form.constraints, clock, abs_gap=0.99)
+    except NoPlan:
         return f"GPUs: the load takes more than the {problem.num_gpus} there are"
     wanted, lowest = round(float(num_gpus.value)), min(problem.thresholds)
     return f"GPUs: the load takes {wanted} at a threshold of {lowest:g}; there are {problem.num_gpus}"

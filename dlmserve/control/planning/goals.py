@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dlmserve.control.planning.solver import Clock, Status, minimise
+from dlmserve.errors import NoPlan
 
 THRESHOLD_GAP = 1e-3  # a mean threshold this close to the bound is the highest
 THRESHOLD_SLACK = 1e-4  # and later goals may lower it by so much,
@@ -29,7 +30,10 @@ class Form:
 def solve_in_order(
     form: Form, read: Callable[[], Answer], clock: Clock, fewest: bool = True
 ) -> tuple[Status, Answer] | None:
-    """What `read` returns after the last goal that was solved; None where nothing is feasible."""
+    """What `read` returns after the last goal that was solved; None where nothing is feasible.
+
+    Raises NoPlan where the time ran out under the first goal.
+    """
     import cvxpy as cp
 
     goals = [
@@ -40,8 +44,13 @@ def solve_in_order(
         goals.append((cp.sum(form.instances), {"abs_gap": 0.99}, lambda value: value))
     constraints, status, answer = list(form.constraints), "optimal", None
     for goal, gap, tolerance in goals:
-        solved = minimise(goal, constraints, clock, **gap)
-        if solved == "infeasible":  # after the first goal: out of time
+        try:
+            solved = minimise(goal, constraints, clock, **gap)
+        except NoPlan:
+            if answer is None:
+                raise
+            return "feasible", answer
+        if solved == "infeasible":
             return None if answer is None else ("feasible", answer)
         status = "feasible" if solved == "feasible" else status
         answer = read()

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from dlmserve.control.planning.block_form import solve
 from dlmserve.control.policy.plan import Problem
+from dlmserve.errors import NoPlan
 from dlmserve.worker.lifeline import die_with_parent, leave_signals_to_head
 
 LENGTH = struct.Struct("<I")
@@ -44,6 +45,8 @@ def serve(problems: BinaryIO, answers: BinaryIO) -> None:
             started_at = time.monotonic()
             plan = solve(decoder.decode(data))
             answer = encoder.encode(replace(plan, solve_s=time.monotonic() - started_at))
+        except NoPlan as error:
+            log.warning("%s", error)
         except Exception:
             log.exception("a problem of %d bytes could not be solved", len(data))
         answers.write(LENGTH.pack(len(answer)) + answer)

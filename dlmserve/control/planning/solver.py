@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dlmserve.errors import NoPlan
+
 Status = Literal["optimal", "feasible", "infeasible"]
 
 MAX_VIOLATION = 1e-4  # of any constraint, beyond which what HiGHS returns is no answer
@@ -33,25 +35,33 @@ def minimise(
 ) -> Status:
     """Solves on one thread. The gaps are to the bound that is proved: `gap` of the objective, or `abs_gap`.
 
-    "feasible" where the time ran out with an answer in hand; "infeasible" where there is none.
+    "feasible" where the time ran out with an answer in hand. Raises NoPlan where it ran out without one.
     """
     import cvxpy as cp
 
     _swallow_banner()
     problem = cp.Problem(cp.Minimize(objective), constraints)
-    options = {"time_limit": clock.left_s, "mip_rel_gap": gap, "mip_abs_gap": abs_gap, "threads": 1}
+    limit_s = clock.left_s
+    options = {"time_limit": limit_s, "mip_rel_gap": gap, "mip_abs_gap": abs_gap, "threads": 1}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "may be inaccurate": that is checked below
             problem.solve(solver=cp.HIGHS, highs_options=options)
-    except cp.SolverError:  # the time limit came before any answer
+    except cp.SolverError:
+        pass  # no answer, which is what the value says
+    if problem.status in ("infeasible", "infeasible_or_unbounded"):
         return "infeasible"
     value: Any = problem.value
-    if value is None or not np.isfinite(value):
-        return "infeasible"
-    if max(np.max(each.violation()) for each in constraints) > MAX_VIOLATION:
-        return "infeasible"
+    if value is None or not np.isfinite(value) or _violation(constraints) > MAX_VIOLATION:
+        raise NoPlan(
+            f"no answer within the {limit_s:.0f} s that were left ({problem.size_metrics.num_scalar_variables} "
+            "variables); plan for fewer classes of requests, or on a machine that is less busy"
+        )
     return "optimal" if problem.status == cp.OPTIMAL else "feasible"
+
+
+def _violation(constraints: list[Any]) -> float:
+    return max(float(np.max(each.violation())) for each in constraints)
 
 
 @cache

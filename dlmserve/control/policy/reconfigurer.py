@@ -62,17 +62,18 @@ class Reconfigurer:
         degrees = [degree for degree in self._config.tp_degrees if degree <= max(nodes, default=0)]
         if not classes or not degrees:
             return None
+        present = list(self._cluster.layout)
         return Problem(
             classes=classes,
             nodes=nodes,
             tp_degrees=degrees,
             thresholds=self._thresholds,
             tokens_per_step=list(self.tokens_per_step().values()),
-            step_s={degree: self._steering.view.costs.points(degree) for degree in degrees},
+            step_s={each: self._steering.view.costs.points(each) for each in {*degrees, *present}},
             block_length=self._block_length,
             max_num_seqs=self._config.max_num_seqs,
             kv_tokens=self._kv_tokens(),
-            present=list(self._cluster.layout),
+            present=present,
         )
 
     def workload(self) -> dict[Bin, RequestClass]:
