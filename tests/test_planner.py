@@ -10,7 +10,7 @@ import sys
 import msgspec
 import pytest
 
-from dlmserve.control.planner import PlannerProcess
+from dlmserve.control.planner import COMMAND, PlannerProcess
 from dlmserve.control.planning.process import serve
 from dlmserve.control.policy.events import Planned
 from dlmserve.control.policy.plan import Plan
@@ -49,12 +49,14 @@ def test_one_answer_for_each_problem_whatever_it_is() -> None:
     assert msgspec.msgpack.decode(last, type=Plan).status == "infeasible"
 
 
-def run_with_planner(story, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_with_planner(
+    story, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...] = (sys.executable, "-c", FAKE)
+) -> None:
     monkeypatch.setattr("dlmserve.control.planner.RETRY_S", 0.01)
 
     async def run() -> None:
         answers: asyncio.Queue[Planned] = asyncio.Queue()
-        planner = PlannerProcess(answers.put_nowait, (sys.executable, "-c", FAKE))
+        planner = PlannerProcess(answers.put_nowait, command)
         planner.start()
         try:
             await asyncio.wait_for(story(planner, answers), 60)
@@ -97,3 +99,15 @@ def test_only_the_newest_problem_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
         assert answers.empty()
 
     run_with_planner(story, monkeypatch)
+
+
+def test_the_real_process_answers_and_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = []
+
+    async def story(planner: PlannerProcess, answers: asyncio.Queue[Planned]) -> None:
+        planner.ask(make_problem(1.0))
+        pids.append(await new_pid(planner, None))
+        assert (await answers.get()).plan.layout == {4: 2}
+
+    run_with_planner(story, monkeypatch, COMMAND)
+    assert not os.path.exists(f"/proc/{pids[0]}")
