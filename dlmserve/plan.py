@@ -8,6 +8,7 @@ import json
 import re
 import time
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -94,14 +95,20 @@ def run_plan(args: argparse.Namespace) -> int:
     started_at = time.perf_counter()
     plan = replace(solve(problem), solve_s=time.perf_counter() - started_at)
     if args.json:
-        text = json.dumps(as_json(problem, plan), indent=1)
-        if args.json == "-":
-            print(text)
-        else:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
-        return 0
-    _print(Console(), problem, plan, args.rps)
+        _write(args.json, json.dumps(as_json(problem, plan), indent=1))
+    else:
+        _print(Console(), problem, plan, args.rps)
     return 0
+
+
+def _write(file: str, text: str) -> None:
+    if file == "-":
+        print(text)
+        return
+    try:
+        Path(file).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {file} cannot be written: {error}") from error
 
 
 # ---- the question
@@ -134,7 +141,7 @@ def make_problem(args: argparse.Namespace) -> Problem:
 
 
 def _positive(name: str, value: float | None) -> None:
-    if value is not None and not value > 0:
+    if value is not None and not 0 < value < inf:
         raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; wanted more than 0")
 
 

@@ -49,6 +49,8 @@ def test_json_has_the_schema(capsys: pytest.CaptureFixture, tmp_path: Path) -> N
         (["--rps", "1", "--present", "4,4,4"], "--present is 4,4,4; wanted TP degrees"),
         (["--rps", "1", "--slo-ms", "-1"], "--slo-ms is -1"),
         (["--rps", "x"], "--rps"),
+        (["--rps", "inf"], "--rps is inf"),
+        (["--rps", "1", "--json", "/nowhere/plan.json"], "--json /nowhere/plan.json cannot be written"),
         (["--rps", "1", "--model-preset", "tpu"], "cost model preset is 'tpu'"),
         ([], "--rps"),
     ],
