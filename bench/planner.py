@@ -1,4 +1,4 @@
-"""The planner: python -m bench.planner [--only PART] [--jobs N]
+"""The planner: python -m bench.planner [--only PART] [--jobs N] [--hours N]
 
 Parts:
   stage1   how long 28 classes x 3 TP degrees x 8 concurrencies take, at several loads; the published form
@@ -64,7 +64,7 @@ def many_classes(num: int, rps: float) -> list[RequestClass]:
     return [RequestClass(p, o, rate, 9.5 * o / 256) for p, o, rate in rows]
 
 
-def stage1(jobs: int) -> dict:
+def stage1(args: argparse.Namespace) -> dict:
     """Loads up to what sixteen GPUs bear; CPU time, as the solver has one thread."""
     solve(make_problem(many_classes(1, 1.0)))  # imports
     rows = []
@@ -100,7 +100,7 @@ def published_form() -> dict | None:
     }
 
 
-def stage2(jobs: int, num_cases: int = 500) -> dict:
+def stage2(args: argparse.Namespace, num_cases: int = 500) -> dict:
     worst = []
     rng = random.Random(SEED)
     exact_s, greedy_s = [], []
@@ -141,7 +141,7 @@ def compare(nodes: list, present: list, wanted: dict) -> tuple[int, int, tuple[f
     return len(set(exact) & set(present)), len(greedy.kept), times
 
 
-def load(jobs: int) -> dict:
+def load(args: argparse.Namespace) -> dict:
     rows = []
     for rps in (0.5, 1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42):
         plan = solve(make_problem([RequestClass(1075.0, 256.0, rps, 9.5)]), time_limit_s=60.0)
@@ -191,26 +191,31 @@ def draw(rows: list[dict]) -> None:
 # ---- the day
 
 
-def simulate_day(layout: str, reconfigure_s: float | None) -> dict:
+def simulate_day(layout: str, reconfigure_s: float | None, num_hours: int) -> dict:
+    """The requests that arrive in the first `num_hours` of the day, played to their end."""
     tp = tuple(int(part) for part in layout.split(","))
     scenario = replace(get_scenario("diurnal"), layout=tp)
     config = make_config(
         scenario, "dlmserve", reconfigure_every_s=reconfigure_s, workload_window_s=reconfigure_s or 300.0
     )
-    ledger = Simulator(config, scenario, SEED, "average").run()
-    low_end_s = scenario.duration_s * LOW_LOAD_HOURS / 24
+    hour_s = scenario.duration_s / 24
+    jobs = [job for job in scenario.jobs(SEED) if job.arrived_at < num_hours * hour_s]
+    ledger = Simulator(config, scenario, SEED, "average", jobs=jobs).run()
+    low_end_s = LOW_LOAD_HOURS * hour_s
     return {
         "layout": layout,
         "reconfigure_every_s": reconfigure_s,
+        "hours": num_hours,
         "all": ledger.result(),
         "low_load": ledger.result(0.0, low_end_s),
         "high_load": ledger.result(low_end_s),
     }
 
 
-def diurnal(jobs: int) -> list[dict]:
-    runs = [(FIXED[0], RECONFIGURE_S), *((layout, None) for layout in FIXED)]
-    with ProcessPoolExecutor(jobs) as pool:
+def diurnal(args: argparse.Namespace) -> list[dict]:
+    layouts = [(FIXED[0], RECONFIGURE_S), *((layout, None) for layout in FIXED)]
+    runs = [(layout, every, args.hours) for layout, every in layouts]
+    with ProcessPoolExecutor(args.jobs) as pool:
         results = []
         for result in pool.map(simulate_day, *zip(*runs, strict=True)):
             results.append(result)
@@ -233,10 +238,11 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (diurnal)")
+    parser.add_argument("--hours", type=int, default=24, help="of the day (diurnal; default: 24)")
     args = parser.parse_args()
     Path("bench/results").mkdir(exist_ok=True)
     for name in [args.only] if args.only else PARTS:
-        report.write(f"bench/results/planner_{name}.json", SEED, PARTS[name](args.jobs))
+        report.write(f"bench/results/planner_{name}.json", SEED, PARTS[name](args))
 
 
 if __name__ == "__main__":
