@@ -36,6 +36,10 @@ THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5)
 SEED = 0
 PLOT = "docs/planner.png"
 FIXED = ("1,1,1,1,1,1,1,1", "2,2,2,2", "4,4")
+# The day with reconfiguration begins on what `dlmserve plan` answers for the load of its last hour, as if on the
+# day before: --rps 10.9 --nodes 2 --gpus 4 --lengths sharegpt --slo-ms 12500 --max-num-seqs 128 --model-preset
+# h100-nvlink.
+PLANNED_BEFORE = "4,2,1,1"
 RECONFIGURE_S = 15.0
 LOW_LOAD_HOURS = 9  # of 24: until the morning's rise
 
@@ -213,7 +217,7 @@ def simulate_day(layout: str, reconfigure_s: float | None, num_hours: int) -> di
 
 
 def diurnal(args: argparse.Namespace) -> list[dict]:
-    layouts = [(FIXED[0], RECONFIGURE_S), *((layout, None) for layout in FIXED)]
+    layouts = [(PLANNED_BEFORE, RECONFIGURE_S), *((layout, None) for layout in FIXED)]
     runs = [(layout, every, args.hours) for layout, every in layouts]
     with ProcessPoolExecutor(args.jobs) as pool:
         results = []
