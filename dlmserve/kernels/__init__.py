@@ -15,7 +15,7 @@ from torch import Tensor
 from dlmserve.errors import KernelsUnavailable
 from dlmserve.kernels import cuda, reference, step, tiled
 from dlmserve.kernels.reference import ALL, FACTOR, QUOTA, THRESHOLD, Rows, combine, confidence
-from dlmserve.kernels.step import StepOutcome, pack, unpack
+from dlmserve.kernels.step import NUM_PLANES, StepOutcome, pack, pack_whole, unpack
 
 try:
     from dlmserve.kernels import native
@@ -23,8 +23,8 @@ except ImportError as error:
     native, _missing = None, str(error)
 
 __all__ = [
-    "ALL", "FACTOR", "QUOTA", "THRESHOLD", "Rows", "StepOutcome", "backend_name", "combine", "confidence",
-    "head_rows", "logit_rows", "pack", "packed_weight", "rms_norm", "sample_rows", "select", "silu_gate",
+    "ALL", "FACTOR", "NUM_PLANES", "QUOTA", "THRESHOLD", "Rows", "StepOutcome", "backend_name", "combine", "confidence",
+    "head_rows", "logit_rows", "pack", "pack_whole", "packed_weight", "rms_norm", "sample_rows", "select", "silu_gate",
     "top2_logits", "unmask_step", "unpack",
 ]  # fmt: skip
 

@@ -25,6 +25,15 @@ def pack(rows: Rows, score: Tensor | None = None) -> Tensor:
     return torch.stack((rows.logit if score is None else score, rows.logit, rows.lse, rows.token.float()))
 
 
+def pack_whole(rows: Rows, size: int) -> Tensor:
+    """f32 [size, 4, M]: the exchange of `size` ranks where each knows the rows of the whole vocabulary."""
+    part = pack(rows)
+    parts = part.new_full((size, *part.shape), -torch.inf)
+    parts[:, TOKEN] = -1
+    parts[0] = part
+    return parts
+
+
 def unpack(part: Tensor) -> tuple[Tensor, Rows]:
     """(score, rows) from what `pack` made of them."""
     return part[SCORE], Rows(part[LOGIT], part[TOKEN].long(), part[LSE])

@@ -19,11 +19,14 @@ _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
 }
 
 
 class Device:
-    """The CPU."""
+    """The CPU. `queues`: whether started work runs beside the host, which then should not decide anything within."""
+
+    queues = False
 
     def __init__(self, name: str = "cpu") -> None:
         self.name = name
@@ -78,6 +81,8 @@ class Device:
 
 class CudaDevice(Device):
     """A GPU. Everything goes to torch's current stream, so what is queued later sees what was queued before."""
+
+    queues = True
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

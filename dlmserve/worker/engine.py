@@ -23,6 +23,7 @@ from dlmserve.messages import (
     SetRefresh,
     SetThreshold,
 )
+from dlmserve.worker import decision
 from dlmserve.worker.batch import Span
 from dlmserve.worker.canvas import Resident, StepPlan
 from dlmserve.worker.device import Wait
@@ -32,7 +33,6 @@ from dlmserve.worker.sampling import RowGroup, Sampler, Top
 from dlmserve.worker.shards import Shard
 
 Alternatives = list[tuple[int, float]]  # (token, log probability), best first
-RULES = {"threshold": kernels.THRESHOLD, "factor": kernels.FACTOR, "steps": kernels.QUOTA}
 
 
 @dataclass
@@ -47,7 +47,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that was started: who takes part, and how to wait for (token, confidence) of each row."""
+    """A step that was started: who takes part, and how to wait for what is decided, see decision.py."""
 
     plans: list[StepPlan]
     groups: list[RowGroup]
@@ -151,11 +151,14 @@ class Engine:
         self._flight = Flight(plans, groups, wait, top)
 
     def _compute(self, plans: list[StepPlan], groups: list[RowGroup], top: list[Top]) -> list[torch.Tensor]:
-        spans = [plan.span for plan in plans]
-        hidden, index = self._runner.run(spans, self._sampler.arrays(groups))
+        rules, on_device = decision.rules(plans, groups), self._runner.device.queues
+        staged = self._sampler.arrays(groups) | (rules if on_device else {})
+        hidden, index = self._runner.run([plan.span for plan in plans], staged)
         drawn = self._sampler.draw(hidden, groups, index)
         top += drawn.top
-        return [drawn.token, drawn.confidence]
+        if on_device:
+            return decision.decide_on_device(drawn.parts, index, self._model.config.shifted_logits)
+        return decision.decide_on_host(drawn.parts, rules)
 
     @torch.inference_mode()
     def finish(self) -> StepResult:
@@ -163,9 +166,9 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is not None:
             with self._runner.device.named_errors():
-                tokens, confidences = flight.wait()
+                decided = flight.wait()
                 top = _alternatives(flight.top)
-            self._unmask(flight, tokens, confidences, top)
+            self._unmask(flight, *decided, top)
         return self._result
 
     def _release_due(self) -> list[int]:
@@ -188,10 +191,14 @@ class Engine:
         return sorted(chosen, key=lambda plan: plan.span.order)
 
     def _unmask(
-        self, flight: Flight, tokens: np.ndarray, confidences: np.ndarray, top: dict[int, Alternatives]
+        self,
+        flight: Flight,
+        tokens: np.ndarray,
+        confidences: np.ndarray,
+        chosen: np.ndarray,
+        top: dict[int, Alternatives],
     ) -> None:
-        """Decides for all requests at once, then applies to each canvas."""
-        chosen = _select(flight.plans, flight.groups, torch.from_numpy(confidences)).numpy()
+        """Applies to each canvas what was decided for its rows."""
         for plan, group in zip(flight.plans, flight.groups, strict=True):
             rows = np.arange(group.start, group.end)
             request = plan.resident.request
@@ -242,22 +249,6 @@ def _row_groups(plans: list[StepPlan]) -> list[RowGroup]:
         groups.append(RowGroup(at, end, plan.columns, plan.resident.steps_done, plan.resident.decoding))
         at = end
     return groups
-
-
-def _select(plans: list[StepPlan], groups: list[RowGroup], confidence: torch.Tensor) -> torch.Tensor:
-    """Which rows are unmasked, bool [M], by each request's own rule."""
-    rules, values = [], []
-    for plan in plans:
-        resident = plan.resident
-        rule = resident.decoding.rule
-        rules.append(kernels.ALL if plan.forced else RULES[rule])
-        values.append(float(resident.steps_quota) if rule == "steps" else resident.threshold)
-    return kernels.select(
-        confidence,
-        torch.tensor([0, *(group.end for group in groups)]),
-        torch.tensor(rules),
-        torch.tensor(values, dtype=torch.float64),
-    )
 
 
 def _alternatives(top: list[Top]) -> dict[int, Alternatives]:

@@ -112,8 +112,9 @@ class Graph:
         num_bytes = sum(array.nbytes for array in self._arrays.values())
         self._staging = Staging(device, num_bytes + EXTRA_ROW_BYTES * size + EXTRA_BYTES, grows=False)
         tensors = self._staging.put(self._arrays)
+        self._tokens = tensors["tokens"]
         batch = Batch(
-            tokens=tensors["tokens"],
+            tokens=self._tokens,
             positions=tensors["positions"],
             rows=None,
             store_slots=tensors["store_slots"],
@@ -124,7 +125,7 @@ class Graph:
         self._replay = device.capture(lambda: model.forward(batch, cache))
 
     def run(self, spans: list[Span], more: dict[str, np.ndarray]) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Hidden states [M, d] of the spans' rows, and `more` on the device.
+        """Hidden states [M, d] of the spans' rows; `more` on the device, and the padded batch's tokens and rows.
 
         None where the attention would have to copy some request's keys: lengths of copies cannot be captured.
         """
@@ -137,7 +138,7 @@ class Graph:
         rows = np.concatenate([span.rows - span.start + i * span_len for i, span in enumerate(spans)])
         wanted = {"rows": rows, **more}
         tensors = self._staging.put(self._arrays | wanted, wanted)
-        return self._replay()[tensors["rows"]], tensors
+        return self._replay()[tensors["rows"]], tensors | {"tokens": self._tokens}
 
     def _place(self, spans: list[Span]) -> bool:
         """Where the tokens are; nothing to do while the same requests stay in the same blocks."""

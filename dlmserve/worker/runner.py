@@ -28,9 +28,10 @@ class Runner:
         return f"attention {self.model.attention.details}, {graphs}"
 
     def run(self, spans: list[Span], more: dict[str, np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Hidden states [M, d] of the spans' rows, and the arrays `more` on the device: one copy for all.
+        """Hidden states [M, d] of the spans' rows, and arrays on the device, which all go there in one copy.
 
-        Spans come in ascending `order`. Names in `more` contain a dot.
+        Those are `more` and, of the batch, "tokens" [T] and "rows" [M], which index them. Names in `more` contain
+        a dot. Spans come in ascending `order`.
         """
         graph = self._graphs.find(spans) if self._graphs else None
         if graph and (done := graph.run(spans, more)):

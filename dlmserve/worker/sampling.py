@@ -63,10 +63,9 @@ class Top:
 
 @dataclass(frozen=True)
 class Drawn:
-    """token i64 [M], confidence f32 [M] (not finite where the row's logits are not)."""
+    """parts f32 [tp, 4, M]: what each rank found for each row, see kernels.pack; the same on all ranks."""
 
-    token: Tensor
-    confidence: Tensor
+    parts: Tensor
     top: list[Top]
 
 
@@ -95,43 +94,32 @@ class Sampler:
         """hidden [M, d] of all requests' candidate rows, in the order of `groups`; index: `arrays` on the device."""
         kinds = _by_kind(groups)
         if kinds.keys() == {"greedy"}:
-            rows = self.greedy(hidden)
-            return Drawn(rows.token, kernels.confidence(rows), [])
-        token = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-        confidence = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+            return Drawn(self.greedy(hidden), [])
+        parts = torch.empty(self._group.size, kernels.NUM_PLANES, len(hidden), device=hidden.device)
         top: list[Top] = []
         for kind, members in kinds.items():
             places = index[f"{kind}.rows"]
             mine = hidden[places]
             if kind == "greedy":
-                rows = self.greedy(mine)
+                parts[:, :, places] = self.greedy(mine)
+                continue
+            keys = NoiseKeys(*(index[f"{kind}.{name}"] for name in NoiseKeys._fields))
+            if kind == "noisy":
+                parts[:, :, places] = self._draw_noisy(mine, keys)
             else:
-                keys = NoiseKeys(*(index[f"{kind}.{name}"] for name in NoiseKeys._fields))
-                if kind == "noisy":
-                    rows = self._draw_noisy(mine, keys)
-                else:
-                    rows, more = self._draw_distribution(mine, members, keys)
-                    top += more
-            token[places], confidence[places] = rows.token, kernels.confidence(rows)
-        return Drawn(token, confidence, top)
+                rows, more = self._draw_distribution(mine, members, keys)
+                parts[:, :, places] = kernels.pack_whole(rows, self._group.size)
+                top += more
+        return Drawn(parts, top)
 
-    def greedy(self, hidden: Tensor) -> Rows:
-        """The most probable token of each row of hidden [M, d]."""
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """The most probable token of each row of hidden [M, d], as parts."""
         local = kernels.head_rows(hidden, self._model.head, self._offset, self._banned)
-        if self._group.size == 1:
-            return local
-        return kernels.combine(
-            [kernels.unpack(part)[1] for part in self._group.all_gather(kernels.pack(local))]
-        )
+        return self._group.all_gather(kernels.pack(local))
 
-    def _draw_noisy(self, hidden: Tensor, keys: NoiseKeys) -> Rows:
-        logits = self._logits(hidden)
-        score, local = kernels.sample_rows(logits, *keys, self._offset, self._banned)
-        if self._group.size == 1:
-            return local
-        parts = [kernels.unpack(part) for part in self._group.all_gather(kernels.pack(local, score))]
-        scores, rows = zip(*parts, strict=True)
-        return kernels.combine(rows, scores)
+    def _draw_noisy(self, hidden: Tensor, keys: NoiseKeys) -> Tensor:
+        score, local = kernels.sample_rows(self._logits(hidden), *keys, self._offset, self._banned)
+        return self._group.all_gather(kernels.pack(local, score))
 
     def _draw_distribution(
         self, hidden: Tensor, groups: list[RowGroup], keys: NoiseKeys
