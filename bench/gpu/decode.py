@@ -11,7 +11,7 @@ import torch
 
 from bench.baseline import ROOT, PlainModel, decode, llada_shapes
 from bench.gpu.setup import Setting, admit, make_engine
-from dlmserve.worker.weights import DummyWeights
+from dlmserve.worker.weights import Ask, DummyWeights
 
 BLOCK, STEPS_PER_BLOCK = 32, 10
 
@@ -55,7 +55,7 @@ def measure(setting: Setting, deadline_at: float) -> dict:
 def plain_loop(setting: Setting, prompt_len: int, output_len: int) -> dict:
     source = DummyWeights(setting.dtype, setting.device)
     shapes = llada_shapes(setting.config)
-    model = PlainModel(setting.config, {name: source.get(ROOT + name, shapes[name]) for name in shapes})
+    model = PlainModel(setting.config, {name: source.get(Ask(ROOT + name, shapes[name])) for name in shapes})
     first = admit(setting, 0, prompt_len, output_len, BLOCK, STEPS_PER_BLOCK, "dual")
     rates = []
     for _ in range(2):  # the first warms up
