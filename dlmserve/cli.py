@@ -16,6 +16,7 @@ EPILOG = """commands:
   generate  answer one prompt in the terminal, the canvas filling in as you watch
   simulate  policies on a simulated cluster of GPUs
   plan      which layout for which load
+  profile   measure how long steps take here, for serve and simulate
 
 `dlmserve COMMAND --help` lists a command's options."""
 
@@ -67,6 +68,12 @@ def plan(argv: list[str]) -> int:
     from dlmserve.plan import plan_parser, run_plan
 
     return run_plan(plan_parser().parse(argv))
+
+
+def profile(argv: list[str]) -> int:
+    from dlmserve.profile import profile_parser, run_profile
+
+    return run_profile(profile_parser().parse(argv))
 
 
 def _generate_parser() -> Parser:
@@ -128,4 +135,5 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "generate": generate,
     "simulate": simulate,
     "plan": plan,
+    "profile": profile,
 }

@@ -20,11 +20,11 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def read_integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def read_numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
@@ -76,7 +76,7 @@ FLAGS = [
         "tp_layout",
         "1,1,2",
         "one TP degree per model instance",
-        read=_integers,
+        read=read_integers,
         wanted="TP degrees with commas between them, e.g. 1,1,2",
     ),
     _flag("devices", "max_num_seqs", "N", "requests at once, per instance", **_INTEGER),
@@ -89,7 +89,7 @@ FLAGS = [
         "thresholds",
         "0.9,0.8,...",
         "thresholds that the server may choose from",
-        read=_numbers,
+        read=read_numbers,
         wanted="numbers with commas between them, e.g. 0.9,0.8",
     ),
     _flag("decoding", "cache", "none|prefix|dual", "KV caching within a block"),

@@ -173,9 +173,10 @@ class Formed(Message, frozen=True):
     tp_rank: int
     num_pages: int
     load_s: float
-    details: str  # for the log: kernel, attention, dtype
+    details: str  # for the log: kernel, attention, dtype, where the step times are from
     token_s: float  # of the warm-up step, per packed token: larger steps take less
     num_bytes_read: int  # of weights that the rank did not hold yet
+    step_times: list[tuple[int, int, float]] = []  # (packed tokens, requests, seconds); the leader's
 
 
 class FormFailed(Message, frozen=True):

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dlmserve.config import ServerConfig
 from dlmserve.errors import ConfigError
-from dlmserve.flags import Parser
+from dlmserve.flags import Parser, read_integers, read_numbers
 from dlmserve.simulation.scenarios import SCENARIOS, SWEEP_RPS, NodeFailure, Scenario, get_scenario
 from dlmserve.simulator import PredictorName, Simulator
 
@@ -98,16 +98,20 @@ def simulate_parser() -> Parser:
         "--policy-option", action="append", default=[], metavar="NAME=X", help="of the policy; repeatable"
     )
     parser.add_argument(
-        "--rps", type=_numbers, metavar="X", help="requests a second; some with commas: a sweep"
+        "--rps", type=read_numbers, metavar="X", help="requests a second; some with commas: a sweep"
     )
-    parser.add_argument("--seed", type=_integers, default=(0,), metavar="N", help="one, or some (default: 0)")
+    parser.add_argument(
+        "--seed", type=read_integers, default=(0,), metavar="N", help="one, or some (default: 0)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument(
         "--cost-model", metavar="NAME", help="h100-measured or h100-nvlink (default: the scenario's)"
     )
     cluster.add_argument("--overhead-ms", type=float, metavar="X", help="of each step beyond the cost model")
-    cluster.add_argument("--tp-layout", type=_integers, metavar="1,1,2", help="TP degree of each instance")
+    cluster.add_argument(
+        "--tp-layout", type=read_integers, metavar="1,1,2", help="TP degree of each instance"
+    )
     cluster.add_argument(
         "--reconfigure-every",
         type=float,
@@ -191,14 +195,6 @@ def _node_failure(text: str) -> NodeFailure:
         return NodeFailure(float(at), int(node), float(down_s))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"'{text}'; wanted AT:NODE:SECONDS, e.g. 100:0:60") from error
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def _line(result: dict) -> str:

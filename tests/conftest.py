@@ -13,6 +13,14 @@ from tests.kernel_backends import backend as backend
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Step times that test servers measure are none of the user's, and the first one's serve all others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Folder of a golden checkpoint such as "llada/model_A", written on first use."""

@@ -52,7 +52,7 @@ def test_reports_teach_it_the_overhead_of_each_step() -> None:
     model, truth = CostModel.from_preset("h100-measured"), CostModel.from_preset("h100-measured")
     for i in range(200):
         tokens = (64, 400, 900, 2200)[i % 4]
-        model.observe(1, tokens, truth.step_s(1, tokens) + 0.0098)
+        model.observe(1, tokens, 8, truth.step_s(1, tokens) + 0.0098)
     for tokens in (64, 1000, 4000):
         assert model.step_s(1, tokens) == pytest.approx(truth.step_s(1, tokens) + 0.0098, rel=0.02)
     assert model.step_s(2, 900) == truth.step_s(2, 900)
@@ -62,7 +62,7 @@ def test_reports_of_a_machine_of_another_speed_override_the_preset() -> None:
     model, preset = CostModel.from_preset("h100-measured"), CostModel.from_preset("h100-measured")
     for i in range(300):
         tokens = (64, 400, 900, 2200)[i % 4]
-        model.observe(8, tokens, 0.2 * preset.step_s(4, tokens))
+        model.observe(8, tokens, 8, 0.2 * preset.step_s(4, tokens))
     assert model.step_s(8, 1500) == pytest.approx(0.2 * preset.step_s(4, 1500), rel=0.05)
 
 
@@ -70,16 +70,16 @@ def test_reports_of_a_machine_of_another_speed_override_the_preset() -> None:
 def test_whatever_is_reported_steps_keep_taking_time(reports: list[tuple[int, float]]) -> None:
     model = CostModel.from_preset("h100-measured")
     for tokens, duration_s in reports:
-        model.observe(1, tokens, duration_s)
+        model.observe(1, tokens, 1, duration_s)
     seconds = model.step_s_many(1, np.array([1, 100, 1000, 10000]))
     assert (seconds > 0).all() and (np.diff(seconds) >= 0).all()
 
 
 def test_a_profile_is_read_and_a_useless_one_refused() -> None:
-    model = CostModel.from_profile({"source": "test", "step_s": {"1": [[10, 0.1], [20, 0.3]]}})
+    model = CostModel.from_profile({"source": "test", "step_s": {"1": [[10, 1, 0.1], [20, 1, 0.3]]}})
     assert model.step_s(1, 15) == pytest.approx(0.2)
     assert model.step_s(4, 30) == pytest.approx(0.5)
     with pytest.raises(ConfigError, match="TP degree 1 has 1 batch sizes"):
-        CostModel.from_profile({"source": "test", "step_s": {"1": [[10, 0.1]]}})
+        CostModel.from_profile({"source": "test", "step_s": {"1": [[10, 1, 0.1]]}})
     with pytest.raises(ConfigError, match="wanted one of: h100-measured, h100-nvlink"):
         CostModel.from_preset("h200")

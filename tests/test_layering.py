@@ -25,6 +25,7 @@ MAY_USE = {
     "config": {"errors", "messages"},
     "checkpoint": {"errors"},
     "tokenizer": {"errors", "checkpoint"},
+    "profiles": {"errors"},
     "transport": {"errors", "messages", "config"},
     "control/policy": {"errors", "messages", "config"},
     "control": {"errors", "messages", "config", "checkpoint", "transport", "control/policy"},
@@ -36,9 +37,11 @@ MAY_USE = {
     },
     "kernels": {"errors"},
     "worker/lifeline": {"errors", "messages", "config", "transport"},
-    "worker": {"worker/lifeline", "errors", "logs", "messages", "config", "checkpoint", "transport", "kernels"},
+    "worker": {
+        "worker/lifeline", "errors", "logs", "messages", "config", "checkpoint", "transport", "kernels", "profiles",
+    },
 }  # fmt: skip
-# cli.py, llm.py, simulate.py, __init__.py and __main__.py see both sides.
+# bench.py, cli.py, llm.py, profile.py, simulate.py, __init__.py and __main__.py see both sides.
 
 MAY_USE_TORCH = ("worker/", "kernels/", "llm.py")
 # These run where there is no torch, though their layer has it.

@@ -15,7 +15,7 @@ from dlmserve.messages import Admit, Command, Decoding, Release, SetRefresh, Set
 from tests.story import BLOCK, Story, make_admit, make_spec, make_step
 
 # A machine on which a token costs 10 ms, and an empty step nothing.
-LINEAR = {"source": "test", "step_s": {"1": [[1, 0.01], [1000, 10.0]]}}
+LINEAR = {"source": "test", "step_s": {"1": [[1, 1, 0.01], [1000, 1, 10.0]]}}
 
 
 def make_story(policy: str, **settings) -> Story:

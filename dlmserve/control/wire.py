@@ -16,6 +16,7 @@ from dlmserve.control.policy.events import (
     RankUp,
     StepDone,
 )
+from dlmserve.control.policy.step_times import StepTime
 from dlmserve.messages import (
     AgentHello,
     Dissolved,
@@ -41,7 +42,8 @@ def to_event(message: ToHead) -> Event | None:
         case StepReport():
             return StepDone(message)
         case Formed(instance, tp_rank, num_pages):
-            return RankFormed(instance, tp_rank, num_pages, message.token_s)
+            step_times = tuple(StepTime(*each) for each in message.step_times)
+            return RankFormed(instance, tp_rank, num_pages, message.token_s, step_times)
         case FormFailed(instance, tp_rank, error) | Dissolved(instance, tp_rank, error):
             return RankLeft(instance, tp_rank, error)
         case RankHello():

@@ -30,6 +30,7 @@ from dlmserve.worker.lifeline import die_with_parent, leave_signals_to_head, sta
 from dlmserve.worker.step_loop import Engine, follow, lead
 
 if TYPE_CHECKING:
+    from dlmserve.profiles import Points
     from dlmserve.worker.parallel import Group
     from dlmserve.worker.shards import KeptShards
 
@@ -37,10 +38,11 @@ log = logging.getLogger("dlmserve.rank")
 
 MakeGroup = Callable[[str, int, int, str, float], "Group"]
 BuildEngine = Callable[[Form, str, "Group", "KeptShards"], Engine]
+StepTimes = Callable[[Form, str, "Group", Engine], tuple["Points", str]]
 
 
 class Rank:
-    """`device` is "cpu" or "cuda:N"; `make_group` and `build_engine` are this package's, unless in a test."""
+    """`device` is "cpu" or "cuda:N"; the three functions are this package's, unless in a test."""
 
     def __init__(
         self,
@@ -50,9 +52,10 @@ class Rank:
         make_group: MakeGroup,
         build_engine: BuildEngine,
         kept: "KeptShards",
+        step_times: StepTimes,
     ) -> None:
         self._head, self._plans, self._device, self._kept = head, plans, device, kept
-        self._make_group, self._build_engine = make_group, build_engine
+        self._make_group, self._build_engine, self._step_times = make_group, build_engine, step_times
 
     def run(self) -> None:
         """Raises SystemExit when the head says Shutdown."""
@@ -75,7 +78,9 @@ class Rank:
             )
             engine = self._build_engine(form, self._device, group, self._kept)
             load_s = time.monotonic() - began_at
-            ready = (engine.num_pages, load_s, engine.details, engine.token_s, engine.num_bytes_read)
+            points, source = self._step_times(form, self._device, group, engine)
+            details = f"{engine.details}, step times {source}"
+            ready = (engine.num_pages, load_s, details, engine.token_s, engine.num_bytes_read, points)
             self._head.send(Formed(form.instance, form.tp_rank, *ready))
             formed = True
             if form.tp_rank == 0:
@@ -128,6 +133,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from dlmserve.worker.build import build_engine
     from dlmserve.worker.parallel import make_group
+    from dlmserve.worker.profiler import step_times
     from dlmserve.worker.shards import KeptShards
 
     if args.device == "cpu":
@@ -142,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     head.send(RankHello(PROTOCOL_VERSION, *me, os.getpid(), args.device, plans.endpoint))
     start_heartbeat(args.head, identity, Heartbeat(*me))
     try:
-        Rank(head, plans, args.device, make_group, build_engine, KeptShards()).run()
+        Rank(head, plans, args.device, make_group, build_engine, KeptShards(), step_times).run()
     except SystemExit:
         os._exit(0)  # at once: no thread of torch, NCCL or ZeroMQ is waited for
 

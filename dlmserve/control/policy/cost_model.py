@@ -1,7 +1,7 @@
 """How long a step takes: latency against the packed tokens of its batch, for each TP degree.
 
-A grid per TP degree (measured by a profile, or one of the presets), linear between its points, corrected
-online by what the StepReports say. Knows nothing of requests and instances.
+A grid per TP degree (measured by a profile, or one of the presets), linear between its points, a part for
+each request of the batch, corrected online by what the StepReports say. Knows nothing of instances.
 
 Sources: `h100-measured` is LLaDA-8B on H100s from the profiles in the TeDiServe artifact (Apache-2.0);
 `h100-nvlink` is a roofline with the all-reduce bandwidth that full NVLink gives and those cards lacked.
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dlmserve.control.policy.step_times import Fit, StepTime, fit
 from dlmserve.errors import ConfigError
 
 MEASURED_TOKENS = (32, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -28,6 +29,7 @@ PRESETS = ("h100-measured", "h100-nvlink")
 FORGET = 0.995
 TRUST = 0.5
 STALE_REPORTS = 32  # after which the efficient batch is computed anew
+USUAL = 0.98  # weight of what was usual before the newest report: tokens per request
 
 
 @dataclass(frozen=True)
@@ -70,33 +72,48 @@ class Roofline:
 class Curve:
     """Latency of one TP degree: a piecewise linear profile, and a line that maps it to what is observed.
 
+    Where the number of requests in a batch is not said, it is taken to be the usual one for that many tokens.
+
     The line (observed = scale * profile + offset) is fitted by least squares of the relative error, with
     exponential forgetting and TRUST reports' worth of belief in the profile itself. The offset is the
     per-step overhead that profiles do not see; the scale is a machine of another speed.
     """
 
-    def __init__(self, tokens: list[float], seconds: list[float]) -> None:
+    def __init__(
+        self,
+        tokens: list[float],
+        seconds: list[float],
+        request_s: float = 0.0,
+        tokens_per_request: float = 1.0,
+    ) -> None:
         self._tokens, self._seconds = tokens, seconds
+        self._request_s, self._tokens_per_request = request_s, tokens_per_request
         self._grid = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
         self.scale, self.offset_s = 1.0, 0.0
         self._num_observed = 0
         self._efficient: tuple[float, int, float] | None = None  # (excess, age, tokens)
         self._sums = [0.0] * 5  # weights; profile; profile^2; observed; observed * profile
-        for profile_s in (seconds[0], seconds[-1]):
+        for num_tokens in (tokens[0], tokens[-1]):
+            profile_s = self._profile_s(num_tokens)
             self._add(profile_s, profile_s, TRUST)
 
-    def step_s(self, num_tokens: float) -> float:
-        return self.scale * self._profile_s(num_tokens) + self.offset_s
+    def copy(self) -> "Curve":
+        """The same profile, without the corrections."""
+        return Curve(self._tokens, self._seconds, self._request_s, self._tokens_per_request)
+
+    def step_s(self, num_tokens: float, num_requests: float | None = None) -> float:
+        return self.scale * self._profile_s(num_tokens, num_requests) + self.offset_s
 
     def step_s_many(self, num_tokens: np.ndarray) -> np.ndarray:
         tokens, seconds = self._grid
         profile_s = np.interp(num_tokens, tokens, seconds)
         beyond = np.maximum(num_tokens - tokens[-1], 0.0)
-        return self.scale * (profile_s + beyond * self._slope(len(tokens) - 1)) + self.offset_s
+        profile_s = profile_s + beyond * self._slope(len(tokens) - 1)
+        return self.scale * (profile_s + self._usual_request_s * num_tokens) + self.offset_s
 
     def slope(self, num_tokens: float) -> float:
         """Seconds that one more token costs at this batch."""
-        return self.scale * self._slope(self._segment(num_tokens))
+        return self.scale * (self._slope(self._segment(num_tokens)) + self._usual_request_s)
 
     def points(self, like: "Curve") -> list[tuple[float, float]]:
         """(packed tokens, seconds) of the profile's grid, with the correction that `like` has by now."""
@@ -117,10 +134,12 @@ class Curve:
             self._efficient = (excess, age, size)
         return self._efficient[2]
 
-    def observe(self, num_tokens: float, duration_s: float) -> None:
+    def observe(self, num_tokens: float, num_requests: float, duration_s: float) -> None:
         self._num_observed += 1
+        usual = self._tokens_per_request
+        self._tokens_per_request = USUAL * usual + (1 - USUAL) * num_tokens / num_requests
         self._sums = [FORGET * each for each in self._sums]
-        self._add(self._profile_s(num_tokens), duration_s, 1.0)
+        self._add(self._profile_s(num_tokens, num_requests), duration_s, 1.0)
         weight, x, xx, y, xy = self._sums
         determinant = weight * xx - x * x
         if determinant <= 0:
@@ -144,11 +163,19 @@ class Curve:
         tokens, seconds = self._tokens, self._seconds
         return (seconds[segment] - seconds[segment - 1]) / (tokens[segment] - tokens[segment - 1])
 
-    def _profile_s(self, num_tokens: float) -> float:
+    @property
+    def _usual_request_s(self) -> float:
+        """Seconds of requests for each of their tokens, in the usual mix of spans."""
+        return self._request_s / self._tokens_per_request
+
+    def _profile_s(self, num_tokens: float, num_requests: float | None = None) -> float:
+        usual_s = self._usual_request_s * num_tokens
+        requests_s = usual_s if num_requests is None else self._request_s * num_requests
         if num_tokens <= self._tokens[0]:
-            return self._seconds[0]
+            return self._seconds[0] + requests_s
         segment = self._segment(num_tokens)
-        return self._seconds[segment] + (num_tokens - self._tokens[segment]) * self._slope(segment)
+        tokens_s = self._seconds[segment] + (num_tokens - self._tokens[segment]) * self._slope(segment)
+        return tokens_s + requests_s
 
 
 class CostModel:
@@ -157,6 +184,7 @@ class CostModel:
     def __init__(self, curves: dict[int, Curve], source: str) -> None:
         self._curves = dict(sorted(curves.items()))
         self.source = source
+        self._learnt: set[int] = set()
 
     @classmethod
     def from_preset(cls, name: str) -> "CostModel":
@@ -173,27 +201,48 @@ class CostModel:
 
     @classmethod
     def from_profile(cls, profile: Mapping[str, Any]) -> "CostModel":
-        """`profile`: {"source": text, "step_s": {tp_degree: [[num_tokens, seconds], ...]}}, as JSON has it.
+        """`profile`: {"source": text, "step_s": {tp_degree: [[tokens, requests, seconds], ...]}}, as JSON has it.
 
-        Raises ConfigError for a curve of fewer than two points.
+        Raises ConfigError for a degree with fewer than two batch sizes, and for what is no profile.
         """
-        curves = {}
-        for degree, points in profile["step_s"].items():
-            tokens = sorted({float(n) for n, _ in points})
-            if len(tokens) < 2:
-                raise ConfigError(
-                    f"the profile of TP degree {degree} has {len(tokens)} batch sizes; wanted at least 2: "
-                    "delete it and profile again"
-                )
-            seconds = dict((float(n), float(s)) for n, s in points)
-            curves[int(degree)] = Curve(tokens, _rising([seconds[n] for n in tokens]))
-        if not curves:
+        model = cls({}, "")
+        try:
+            for degree, points in profile["step_s"].items():
+                model.learn(int(degree), [StepTime(*map(float, point)) for point in points])
+            model.source = str(profile["source"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(f"this is no profile: {error!r}; `dlmserve profile` makes one") from error
+        if not model._curves:
             raise ConfigError("the profile holds no TP degree; delete it and profile again")
-        return cls(curves, str(profile["source"]))
+        return model
 
-    def step_s(self, tp_degree: int, num_tokens: float) -> float:
-        """Seconds of a step over `num_tokens` packed tokens, whatever the mix of step kinds."""
-        return self._curve(tp_degree).step_s(num_tokens)
+    def knows(self, tp_degree: int) -> bool:
+        """Whether this degree's step times were measured here; a preset's were not."""
+        return tp_degree in self._learnt
+
+    def learn(self, tp_degree: int, points: Sequence[StepTime], source: str = "") -> None:
+        """Takes a degree's measured step times instead of what is believed; the first ones end a preset.
+
+        Raises ConfigError for fewer than two batch sizes.
+        """
+        try:
+            curve = _curve_of(fit(points))
+        except ValueError as error:
+            raise ConfigError(
+                f"the profile of TP degree {tp_degree} has {error}: delete it and profile again"
+            ) from error
+        if self.source in PRESETS:
+            self._curves.clear()
+        self._curves[tp_degree] = curve
+        self._learnt.add(tp_degree)
+        self.source = source
+
+    def step_s(self, tp_degree: int, num_tokens: float, num_requests: float | None = None) -> float:
+        """Seconds of a step over `num_tokens` packed tokens, whatever the mix of step kinds.
+
+        `num_requests` in the batch; None: as many as usual.
+        """
+        return self._curve(tp_degree).step_s(num_tokens, num_requests)
 
     def step_s_many(self, tp_degree: int, num_tokens: np.ndarray) -> np.ndarray:
         """The same for an array of batches, any shape."""
@@ -225,10 +274,10 @@ class CostModel:
         """The smallest batch whose seconds per token are at most `excess` times the least of all batches."""
         return self._curve(tp_degree).efficient_tokens(excess)
 
-    def observe(self, tp_degree: int, num_tokens: float, duration_s: float) -> None:
+    def observe(self, tp_degree: int, num_tokens: float, num_requests: float, duration_s: float) -> None:
         """Takes a step's measured wall time in: its duration and the busy instance's gap before it."""
-        if num_tokens > 0 and duration_s > 0:
-            self._own_curve(tp_degree).observe(num_tokens, duration_s)
+        if num_tokens > 0 and num_requests > 0 and duration_s > 0:
+            self._own_curve(tp_degree).observe(num_tokens, num_requests, duration_s)
 
     def _curve(self, tp_degree: int) -> Curve:
         found = self._curves.get(tp_degree)
@@ -236,14 +285,16 @@ class CostModel:
 
     def _own_curve(self, tp_degree: int) -> Curve:
         if tp_degree not in self._curves:
-            near = self._curves[self._nearest(tp_degree)]
-            tokens, seconds = near._grid
-            self._curves[tp_degree] = Curve(tokens.tolist(), seconds.tolist())
+            self._curves[tp_degree] = self._curves[self._nearest(tp_degree)].copy()
         return self._curves[tp_degree]
 
     def _nearest(self, tp_degree: int) -> int:
         smaller = [degree for degree in self._curves if degree <= tp_degree]
         return max(smaller) if smaller else min(self._curves)
+
+
+def _curve_of(found: Fit) -> Curve:
+    return Curve(found.tokens, found.seconds, found.request_s, found.tokens_per_request)
 
 
 def _rising(seconds: list[float]) -> list[float]:

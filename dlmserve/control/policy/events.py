@@ -13,6 +13,7 @@ from dlmserve.control.policy.cluster import RankId
 from dlmserve.control.policy.plan import Plan, Problem
 from dlmserve.control.policy.predictions import Progress
 from dlmserve.control.policy.request import CancelOutcome, FinishReason, RequestSpec, StepUpdate, Summary
+from dlmserve.control.policy.step_times import StepTime
 from dlmserve.errors import DlmServeError
 from dlmserve.messages import Command, StepReport
 
@@ -77,6 +78,7 @@ class RankFormed:
     tp_rank: int
     num_pages: int
     token_s: float = 0.0
+    step_times: tuple[StepTime, ...] = ()  # measured on this instance's ranks
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,7 @@ class Scheduler:
     # ---- nodes, ranks and instances come and go
 
     def _rank_formed(self, now: float, event: RankFormed) -> Iterator[Action]:
+        self.steering.formed(event)
         if self.cluster.rank_formed(event.instance, event.tp_rank, event.num_pages, event.token_s):
             yield from self._fail_waiting()
             yield from self._place_waiting(now)

@@ -11,7 +11,7 @@ import numpy as np
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import Cluster, Instance
 from dlmserve.control.policy.cost_model import CostModel
-from dlmserve.control.policy.events import Action, Predict, Predicted, Send
+from dlmserve.control.policy.events import Action, Predict, Predicted, RankFormed, Send
 from dlmserve.control.policy.pace import Pace
 from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.predictions import HistoricalAverage
@@ -54,6 +54,12 @@ class Steering:
         self._due: dict[int, RequestState] = {}  # to be predicted from the history
         self._predicted_at = -np.inf
 
+    def formed(self, event: RankFormed) -> None:
+        """A new instance's step times count where none of its TP degree are known: later ones are corrected."""
+        instance = self.view.cluster.instances.get(event.instance)
+        if event.step_times and instance and not self.view.costs.knows(instance.tp_degree):
+            self.view.costs.learn(instance.tp_degree, event.step_times, "measured")
+
     # ---- what happens to requests
 
     def arrived(self, request: RequestState) -> Iterator[Action]:
@@ -93,7 +99,8 @@ class Steering:
         """The live ones among a report's requests, after the step is applied to each."""
         if report.num_tokens:
             step_s = report.duration_s + report.idle_s
-            self.view.costs.observe(instance.tp_degree, report.num_tokens, step_s)
+            num_requests = len(report.requests)
+            self.view.costs.observe(instance.tp_degree, report.num_tokens, num_requests, step_s)
             self.view.pace.stepped(instance.slot.index, step_s)
         self.view.stepped_slots.add(instance.slot.index)
         if requests:
