@@ -14,6 +14,7 @@ from dlmserve.flags import Parser, add_flags, make_config, unknown_name
 EPILOG = """commands:
   serve     serve a model over HTTP (the default)
   generate  answer one prompt in the terminal, the canvas filling in as you watch
+  bench     load test of a running server
   simulate  policies on a simulated cluster of GPUs
   plan      which layout for which load
   profile   measure how long steps take here, for serve and simulate
@@ -68,6 +69,12 @@ def plan(argv: list[str]) -> int:
     from dlmserve.plan import plan_parser, run_plan
 
     return run_plan(plan_parser().parse(argv))
+
+
+def bench(argv: list[str]) -> int:
+    from dlmserve.bench import bench_parser, run_bench
+
+    return run_bench(bench_parser().parse(argv))
 
 
 def profile(argv: list[str]) -> int:
@@ -133,6 +140,7 @@ def _choice(group: argparse._ArgumentGroup, name: str, options: tuple[str, ...])
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "generate": generate,
+    "bench": bench,
     "simulate": simulate,
     "plan": plan,
     "profile": profile,

@@ -16,6 +16,7 @@ from rich.table import Table
 from dlmserve.config import ServerConfig
 from dlmserve.errors import ConfigError
 from dlmserve.flags import Parser, read_integers, read_numbers
+from dlmserve.simulation.results import report
 from dlmserve.simulation.scenarios import SCENARIOS, SWEEP_RPS, NodeFailure, Scenario, get_scenario
 from dlmserve.simulator import PredictorName, Simulator
 
@@ -48,7 +49,6 @@ def simulate(
 ) -> dict:
     """One run as the JSON schema has it."""
     ledger = Simulator(config, scenario, seed, predictor, time.perf_counter).run()
-    head = {"scenario": scenario.name, "policy": config.policy, "seed": seed, "rps": scenario.rps}
     options = {
         "cost_model": scenario.cost_model,
         "predictor": predictor,
@@ -62,7 +62,8 @@ def simulate(
         "max_resident_tokens": config.max_resident_tokens,
         "policy_options": dict(config.policy_options),
     }
-    return head | ledger.result() | {"overhead_ms": scenario.overhead_s * 1e3, "options": options}
+    overhead_ms = scenario.overhead_s * 1e3
+    return report(ledger, scenario.name, config.policy, seed, scenario.rps, overhead_ms, options)
 
 
 def make_config(scenario: Scenario, policy: str, **settings) -> ServerConfig:

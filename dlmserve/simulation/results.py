@@ -1,4 +1,4 @@
-"""What a simulation yields: counts, latencies, quality, as the JSON schema that `bench` writes too.
+"""What a simulation or a load test yields: counts, latencies, quality, and the JSON schema of both.
 
 The quality proxy: a token unmasked at threshold g is worth the accuracy measured when all tokens are
 unmasked at g; a request's accuracy is the mean over its tokens. Held against the measured mixes of 0.9 and
@@ -38,7 +38,7 @@ class Outcome:
     latency_s: float | None
     num_tokens: int = 0
     mean_threshold: float = 0.0
-    accuracy: float = 0.0
+    accuracy: float | None = 0.0  # None: not known
 
     @property
     def slo_met(self) -> bool:
@@ -83,8 +83,8 @@ class Ledger:
         return {
             "requests": len(outcomes),
             "dropped": len(outcomes) - len(served),
-            "attainment": _mean([each.slo_met for each in outcomes]),
-            "accuracy": _mean([each.accuracy for each in served]),
+            "attainment": _mean([each.slo_met for each in outcomes if np.isfinite(each.slo_s)]),
+            "accuracy": _mean([each.accuracy for each in served if each.accuracy is not None]),
             "mean_threshold": thresholds / num_tokens if num_tokens else None,
             "latency_s": _latency([each.latency_s for each in served if each.latency_s is not None]),
             "tokens_per_s": num_tokens / self.ended_at if self.ended_at else 0.0,
@@ -92,6 +92,20 @@ class Ledger:
             "reconfigurations": self.num_reconfigurations,
             "decision_us": _percentiles([s * 1e6 for s in self.decision_s], (50, 99)),
         }
+
+
+def report(
+    ledger: Ledger,
+    scenario: str,
+    policy: str,
+    seed: int,
+    rps: float,
+    overhead_ms: float | None,
+    options: dict,
+) -> dict:
+    """One run as `simulate --json` and `bench --json` write it. `overhead_ms`: of a step, beyond its own time."""
+    head = {"scenario": scenario, "policy": policy, "seed": seed, "rps": rps}
+    return head | ledger.result() | {"overhead_ms": overhead_ms, "options": options}
 
 
 def _latency(latencies: list[float]) -> dict:
