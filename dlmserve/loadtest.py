@@ -144,7 +144,7 @@ class Server:
         """Those of COUNTERS, 0 where the server has none."""
         async with self._session.get(f"{self._url}/metrics") as response:
             text = await response.text()
-        values = dict.fromkeys(COUNTERS, 0.0)
+        values: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         for name, value in re.findall(r"^dlmserve_(\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
             if name in values:
                 values[name] += float(value)
