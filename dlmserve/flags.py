@@ -126,7 +126,7 @@ FLAGS = [
         "tp_degrees",
         "1,2,4",
         "TP degrees that a planned layout may have",
-        read=_integers,
+        read=read_integers,
         wanted="TP degrees with commas between them, e.g. 1,2,4",
     ),
     _flag("scheduling", "workload_window_s", "S", "how much of the past the planner looks at", **_NUMBER),

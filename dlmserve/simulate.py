@@ -7,6 +7,7 @@ import argparse
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -14,8 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dlmserve.config import ServerConfig
+from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.errors import ConfigError
 from dlmserve.flags import Parser, read_integers, read_numbers
+from dlmserve.profiles import read_profile
 from dlmserve.simulation.results import report
 from dlmserve.simulation.scenarios import SCENARIOS, SWEEP_RPS, NodeFailure, Scenario, get_scenario
 from dlmserve.simulator import PredictorName, Simulator
@@ -29,13 +32,14 @@ COLUMNS = ("policy", "rps", "seed", "dropped", "SLO met", "threshold", "accuracy
 def run_simulate(args: argparse.Namespace) -> int:
     """Raises ConfigError."""
     scenario = _scenario(args)
+    profile = read_profile(args.profile) if args.profile else None
     rates = args.rps or (SWEEP_RPS if args.scenario == "sweep" else (scenario.rps,))
     results = []
     for policy in args.policy.split(","):
         config = _config(args, scenario, policy)
         for rps in rates:
             for seed in args.seed:
-                results.append(simulate(config, replace(scenario, rps=rps), seed, args.predictor))
+                results.append(simulate(config, replace(scenario, rps=rps), seed, args.predictor, profile))
                 Console(stderr=True).print(f"[dim]{_line(results[-1])}")
     Console().print(_table(results))
     if args.json:
@@ -45,12 +49,17 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 
 def simulate(
-    config: ServerConfig, scenario: Scenario, seed: int, predictor: PredictorName = "catboost"
+    config: ServerConfig,
+    scenario: Scenario,
+    seed: int,
+    predictor: PredictorName = "catboost",
+    profile: dict | None = None,
 ) -> dict:
-    """One run as the JSON schema has it."""
-    ledger = Simulator(config, scenario, seed, predictor, time.perf_counter).run()
+    """One run as the JSON schema has it. `profile`: measured step times instead of the scenario's preset."""
+    make_costs = None if profile is None else partial(CostModel.from_profile, profile)
+    ledger = Simulator(config, scenario, seed, predictor, time.perf_counter, make_costs).run()
     options = {
-        "cost_model": scenario.cost_model,
+        "cost_model": scenario.cost_model if profile is None else profile["source"],
         "predictor": predictor,
         "text": scenario.text,
         "early_answers": scenario.early_answers,
@@ -109,7 +118,15 @@ def simulate_parser() -> Parser:
     cluster.add_argument(
         "--cost-model", metavar="NAME", help="h100-measured or h100-nvlink (default: the scenario's)"
     )
-    cluster.add_argument("--overhead-ms", type=float, metavar="X", help="of each step beyond the cost model")
+    cluster.add_argument(
+        "--profile", metavar="FILE", help="step times that `dlmserve profile` measured, instead of a preset"
+    )
+    cluster.add_argument(
+        "--overhead-ms",
+        type=float,
+        metavar="X",
+        help="of each step beyond the cost model (default: the scenario's; with --profile none)",
+    )
     cluster.add_argument(
         "--tp-layout", type=read_integers, metavar="1,1,2", help="TP degree of each instance"
     )
@@ -148,6 +165,10 @@ def simulate_parser() -> Parser:
 
 def _scenario(args: argparse.Namespace) -> Scenario:
     scenario = get_scenario(args.scenario)
+    if args.profile and args.cost_model:
+        raise ConfigError("--profile and --cost-model both say how long steps take; wanted one of them")
+    if args.profile:
+        scenario = replace(scenario, overhead_s=0.0)
     given = {
         "cost_model": args.cost_model,
         "overhead_s": None if args.overhead_ms is None else args.overhead_ms / 1e3,

@@ -47,6 +47,7 @@ from dlmserve.control.policy.request import RequestSpec
 from dlmserve.control.policy.scheduler import TICK_S, Scheduler
 from dlmserve.messages import Command, Decoding, StepReport
 from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
+from dlmserve.simulation.recorded import RecordedUnmasking, Recording
 from dlmserve.simulation.results import Ledger
 from dlmserve.simulation.scenarios import NodeFailure, Scenario
 from dlmserve.simulation.step_traces import Oracle, train_predictor
@@ -83,17 +84,26 @@ class Simulator:
         predictor: PredictorName = "catboost",
         clock: Callable[[], float] = lambda: 0.0,
         jobs: list[Job] | None = None,
+        make_costs: Callable[[], CostModel] | None = None,
+        recording: Recording | None = None,
     ) -> None:
-        """`jobs`: the scenario's own unless given; more may be submitted later."""
+        """`jobs`: the scenario's own unless given; more may be submitted later. `make_costs`: a measured
+        profile instead of the scenario's preset. `recording`: real requests instead of the scenario's; they
+        have no oracle.
+        """
         self._scenario, self._clock = scenario, clock
         policy = make_policy(config)
         asks = policy.wants_predictions and predictor != "average"
         # Its own cost model is the truth; the scheduler's starts from the same profile, without the overhead.
-        self._costs, believed = (CostModel.from_preset(scenario.cost_model) for _ in range(2))
+        make_costs = make_costs or (lambda: CostModel.from_preset(scenario.cost_model))
+        self._costs, believed = make_costs(), make_costs()
         self._scheduler = Scheduler(config, policy, MASK, scenario.max_model_len, believed, asks)
         self._decoding = Decoding(refresh_blocks=config.refresh_blocks)
         self._unmasking = Unmasking(load_calibration(scenario.text), seed)
-        self._jobs = scenario.jobs(seed) if jobs is None else jobs
+        if jobs is None:
+            jobs = scenario.jobs(seed) if recording is None else recording.jobs
+        self._jobs = jobs
+        self._decoder = self._unmasking if recording is None else RecordedUnmasking(recording)
         self._predict = self._make_predictor(predictor, config.thresholds) if asks else None
         self._to_predict: list[Progress] = []
         self._eos_at: dict[int, int] = {}  # live requests: the canvas column of their first EOS
@@ -227,7 +237,7 @@ class Simulator:
         if worker.busy:
             worker.seq += 1
             worker.result = engine.step()
-            worker.duration_s = self._step_s(worker.tp_degree, worker.result.num_tokens)
+            worker.duration_s = self._step_s(worker)
             self._at(self.now + worker.duration_s, self._end_step, worker)
 
     def _end_step(self, worker: Worker) -> None:
@@ -248,10 +258,12 @@ class Simulator:
         self._at(self.now + self._scenario.head_s / 2, self._report, report)
         self._start_step(worker)
 
-    def _step_s(self, tp_degree: int, num_tokens: int) -> float:
-        if num_tokens == 0:
+    def _step_s(self, worker: Worker) -> float:
+        result = worker.result
+        if result.num_tokens == 0:
             return EMPTY_STEP_S
-        return self._costs.step_s(tp_degree, num_tokens) + self._scenario.overhead_s
+        step_s = self._costs.step_s(worker.tp_degree, result.num_tokens, len(result.requests))
+        return step_s + self._scenario.overhead_s
 
     # ---- the scheduler's side
 
@@ -294,7 +306,7 @@ class Simulator:
         scenario = self._scenario
         num_pages = scenario.num_pages * tp_degree
         engine = SimulatedEngine(
-            self._unmasking, num_pages, scenario.page_size, self._eos_at, scenario.max_step_tokens
+            self._decoder, num_pages, scenario.page_size, self._eos_at, scenario.max_step_tokens
         )
         self._workers[name] = Worker(name, tp_degree, engine)
         for tp_rank in range(tp_degree):
