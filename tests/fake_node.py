@@ -30,6 +30,7 @@ from dlmserve.worker.lifeline import die_with_parent
 
 DEADLY, NAN = 1001, 1002  # first token of a prompt: the node dies of it; its logits are not finite
 NUM_PAGES = 64
+STEP_TIMES = [(1, 1, 0.01), (100_000, 1, 0.01)]  # a step takes 10 ms, whatever is in it
 
 
 class FakeRank:
@@ -50,7 +51,9 @@ class FakeRank:
                 broken = message.model.path == "broken"
                 failed = FormFailed(instance, tp_rank, "broken: no weights there")
                 self.dealer.send(
-                    failed if broken else Formed(instance, tp_rank, NUM_PAGES, 0.0, "fake", 0.0, 0)
+                    failed
+                    if broken
+                    else Formed(instance, tp_rank, NUM_PAGES, 0.0, "fake", 0.0, 0, STEP_TIMES)
                 )
             case Dissolve(instance) if self.form and self.form.instance == instance:
                 self.dealer.send(Dissolved(instance, self.form.tp_rank))
@@ -72,7 +75,7 @@ class FakeRank:
         for number in broken:
             del self.residents[number]
         steps = [self._unmask(admit) for admit in list(self.residents.values())]
-        report = StepReport(self.form.instance, self.seq, 0.001, 0.0, len(steps), 0, steps, [], failed)
+        report = StepReport(self.form.instance, self.seq, 0.01, 0.0, len(steps), 0, steps, [], failed)
         self.dealer.send(report)
 
     def _unmask(self, admit: Admit) -> RequestStep:
@@ -104,7 +107,7 @@ def main() -> None:
             for message in rank.dealer.drain():
                 rank.obey(message)
             rank.step()
-        agent.poll(0.002)
+        agent.poll(1.0)  # for the answer to the heartbeat: no rank runs far ahead of what the head has seen
 
 
 if __name__ == "__main__":

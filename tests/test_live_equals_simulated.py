@@ -14,13 +14,14 @@ from dlmserve.simulation.recorded import RecordedStep, Recording
 from dlmserve.simulation.scenarios import get_scenario
 from dlmserve.simulation.workloads import Job
 from dlmserve.simulator import Simulator
+from tests.fake_node import STEP_TIMES
 from tests.test_head import Client, fake_node, serve, spec
 
 __all__ = ["fake_node"]  # a fixture of test_head, for the tests here too
 
 PROMPT = 4
 THRESHOLD = 0.9
-FLAT = {"source": "a step takes 10 ms", "step_s": {"1": [[1, 1, 0.01], [100_000, 1, 0.01]]}}
+PROFILE = {"source": "the fake node", "step_s": {"1": STEP_TIMES}}
 # Output lengths, in the order of arrival. Each step unmasks one token of every resident, so lengths are times:
 # no two requests end within 15 steps of each other, and who comes next does not hang on a message's way.
 OUTPUTS = (290, 185, 20, 83, 246, 250, 199, 176, 296, 224)
@@ -56,7 +57,12 @@ def placed_simulated(policy: str) -> tuple[list[list[str]], list[float]]:
     config = ServerConfig(**settings(policy))
     ended: dict[int, tuple[list[str], float]] = {}
     simulator = Simulator(
-        config, scenario, 0, "average", make_costs=lambda: CostModel.from_profile(FLAT), recording=recording
+        config,
+        scenario,
+        0,
+        "average",
+        make_costs=lambda: CostModel.from_profile(PROFILE),
+        recording=recording,
     )
     perform = simulator._perform
 

@@ -114,10 +114,11 @@ def _run(steps: Steps, batch: Batch, mask_id: int, block_length: int) -> Points:
 # ---- at an instance's start
 
 
-def step_times(form: Form, device: str, group: Group, engine: Steps) -> tuple[Points, str]:
+def step_times(form: Form, device: str, group: Group, engine: Steps, may_measure: bool) -> tuple[Points, str]:
     """This instance's step times and where they are from: the user's cache, or a quick measurement now.
 
-    Collective: all ranks measure where one of them finds nothing in the cache.
+    Collective: all ranks measure where one of them finds nothing in the cache and all of them may. Without
+    any the scheduler starts from what it believes of other TP degrees.
     """
     key = key_of(form, device)
 
@@ -125,8 +126,10 @@ def step_times(form: Form, device: str, group: Group, engine: Steps) -> tuple[Po
         return float(group.all_reduce_(torch.tensor([value], device=device))) / group.size
 
     points = profiles.load(key)
-    if mean(points is None) == 0 and points:
-        return points, f"from {key.path}"
+    if mean(not points) == 0 and points:
+        return points, f"from {key.path}: {_ends(points)}"
+    if mean(may_measure) < 1:
+        return [], "not measured"
     began_at = time.perf_counter()
     info = read_model_info(form.model.path)
     block_length = usable_block_length(info.default_block_length, form.max_model_len)

@@ -38,7 +38,7 @@ log = logging.getLogger("dlmserve.rank")
 
 MakeGroup = Callable[[str, int, int, str, float], "Group"]
 BuildEngine = Callable[[Form, str, "Group", "KeptShards"], Engine]
-StepTimes = Callable[[Form, str, "Group", Engine], tuple["Points", str]]
+StepTimes = Callable[[Form, str, "Group", Engine, bool], tuple["Points", str]]
 
 
 class Rank:
@@ -56,6 +56,7 @@ class Rank:
     ) -> None:
         self._head, self._plans, self._device, self._kept = head, plans, device, kept
         self._make_group, self._build_engine, self._step_times = make_group, build_engine, step_times
+        self._is_new = True  # in no instance yet: time to measure, which a regroup must not wait for
 
     def run(self) -> None:
         """Raises SystemExit when the head says Shutdown."""
@@ -78,7 +79,8 @@ class Rank:
             )
             engine = self._build_engine(form, self._device, group, self._kept)
             load_s = time.monotonic() - began_at
-            points, source = self._step_times(form, self._device, group, engine)
+            points, source = self._step_times(form, self._device, group, engine, self._is_new)
+            self._is_new = False
             details = f"{engine.details}, step times {source}"
             ready = (engine.num_pages, load_s, details, engine.token_s, engine.num_bytes_read, points)
             self._head.send(Formed(form.instance, form.tp_rank, *ready))

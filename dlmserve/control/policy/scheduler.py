@@ -112,7 +112,8 @@ class Scheduler:
             case Planned(plan):
                 actions = self._layout_wanted(now, self.reconfigurer.answer(plan))
             case Predicted():
-                actions = self._predicted(event)
+                self.steering.predicted(event)
+                actions = []
             case Tick():
                 actions = self._tick(now)
         done = list(actions)
@@ -212,10 +213,6 @@ class Scheduler:
             yield self._admit(now, request, target)
         else:
             self._waiting.add(request)
-
-    def _predicted(self, event: Predicted) -> Iterator[Action]:
-        self.steering.predicted(event)
-        yield from ()
 
     # ---- nodes, ranks and instances come and go
 
