@@ -1,0 +1,142 @@
+"""One workload on a live server and in the simulator: how far apart their latencies are.
+
+    python -m bench.live_vs_sim [--rps 8,16] [--requests 200] [--json bench/results/live_vs_sim.json]
+
+Measures this machine's step times (`dlmserve profile`), records on the real engine which tokens each request
+unmasks in which step, serves the requests (one rank of one thread; the client is this process, so another core
+should be free), and plays the same arrivals in the simulator with that profile and that recording. The time
+between two steps that the profile cannot see is the one that the server's own metric reports, in a run before.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from bench import report, tasks
+from bench.load import start_server
+from dlmserve import LLM, DecodingParams
+from dlmserve.config import ServerConfig
+from dlmserve.control.policy.cost_model import CostModel
+from dlmserve.loadtest import Run, Shot, fire, poisson_times
+from dlmserve.messages import RequestStep
+from dlmserve.profiles import read_profile
+from dlmserve.simulation.recorded import RecordedStep, Recording
+from dlmserve.simulation.results import Ledger
+from dlmserve.simulation.scenarios import get_scenario
+from dlmserve.simulation.workloads import Job
+from dlmserve.simulator import Simulator
+
+THRESHOLD = 0.9
+BLOCK = 32
+OUTPUT = 128
+SLO_S = 60.0  # nothing is judged by it here
+WARM_UP = 40  # requests
+
+
+def record(prompts: list[str]) -> tuple[list[Job], list[dict[float, list[RecordedStep]]]]:
+    """Each prompt decoded alone: its job (arrival still 0), and its course."""
+    llm = LLM("tiny", device="cpu")
+    assert llm.tokenizer
+    params = DecodingParams(gen_length=OUTPUT, block_length=BLOCK, threshold=THRESHOLD)
+    jobs, courses = [], []
+    for prompt in prompts:
+        ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        course: list[RecordedStep] = []
+        tokens: dict[int, int] = {}
+
+        def note(_: int, step: RequestStep, start: int = len(ids), course=course, tokens=tokens) -> None:
+            places = [position - start for position in step.positions]
+            tokens |= dict(zip(places, step.tokens, strict=True))
+            in_block = tuple(place - step.block * BLOCK for place in places)
+            course.append(RecordedStep(step.block, in_block, tuple(step.confidences)))
+
+        llm.generate([ids], params, note)
+        ends = [place for place, token in tokens.items() if token in llm.info.eos_ids]
+        jobs.append(Job(0.0, len(ids), OUTPUT, min(ends, default=OUTPUT)))
+        courses.append({THRESHOLD: course})
+    llm.close()
+    return jobs, courses
+
+
+def play(
+    times: list[float], jobs: list[Job], courses: list[dict], profile: dict, overhead_s: float
+) -> Ledger:
+    """The same arrivals in the simulator."""
+    arrived = [replace(job, arrived_at=at_s) for job, at_s in zip(jobs, times, strict=True)]
+    scenario = replace(get_scenario("gsm8k-4gpu"), layout=(1,), slo_s=SLO_S, overhead_s=overhead_s)
+    simulator = Simulator(
+        ServerConfig(policy="infaas"),
+        scenario,
+        0,
+        "average",
+        make_costs=lambda: CostModel.from_profile(profile),
+        recording=Recording(arrived, courses),
+    )
+    return simulator.run()
+
+
+def latencies(run: Run) -> list[float]:
+    """The server's own, from the arrival at the scheduler on: the simulator has no HTTP."""
+    assert not run.errors, run.errors
+    return [answer.dlm["latency_ms"] / 1e3 for answer in run.answers]
+
+
+def compare(live_s: list[float], ledger: Ledger) -> dict:
+    simulated_s = [outcome.latency_s for outcome in ledger.outcomes if outcome.latency_s is not None]
+    figures = {}
+    for name, of in {"mean": np.mean, "p50": np.median, "p95": lambda x: np.percentile(x, 95)}.items():
+        live, simulated = float(of(live_s)), float(of(simulated_s))
+        figures[name] = {
+            "live_ms": 1e3 * live,
+            "simulated_ms": 1e3 * simulated,
+            "off": simulated / live - 1,
+        }
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rps", default="8,16,24", help="rates, one run each")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the results here")
+    args = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    prompts = [problem.prompt for problem in tasks.problems("test", args.requests, args.seed)]
+    jobs, courses = record(prompts)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        file = Path(cache) / "profile.json"
+        command = ["profile", "--threads", "1", "--device", "cpu", "--context", "160", "--json", str(file)]
+        subprocess.run([sys.executable, "-m", "dlmserve", *command], check=True, stdout=subprocess.DEVNULL)
+        profile = read_profile(str(file))
+        process, url, _ = start_server(["--device", "cpu", "--policy", "infaas"])
+        try:
+            warm_up = [Shot(at_s, prompt) for at_s, prompt in zip(poisson_times(WARM_UP, 8.0, 1), prompts)]  # noqa: B905
+            overhead_s = asyncio.run(fire(url, warm_up)).idle_s or 0.0
+            results = []
+            for rps in map(float, args.rps.split(",")):
+                times = poisson_times(args.requests, rps, args.seed)
+                run = asyncio.run(fire(url, [Shot(*pair) for pair in zip(times, prompts, strict=True)]))
+                figures = compare(latencies(run), play(times, jobs, courses, profile, overhead_s))
+                results.append({"rps": rps, "overhead_ms": 1e3 * overhead_s} | figures)
+                print(json.dumps(results[-1]), flush=True)
+        finally:
+            process.terminate()
+            process.communicate()
+    if args.json:
+        report.write(args.json, args.seed, results)
+
+
+if __name__ == "__main__":
+    main()
