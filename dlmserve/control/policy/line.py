@@ -44,8 +44,10 @@ class Line:
         rows = outlook.rows
         keys = [rows["number"]]
         if self._least_slack:
-            steps = outlook.steps[np.arange(len(rows)), rows.index("cap")]
-            keys += [rows["deadline"] - steps * step_s, ~outlook.savable(now)]
+            at = np.arange(len(rows))
+            steps, fewest = outlook.steps[at, rows.index("cap")], outlook.steps[at, rows.index("bottom")]
+            in_time = fewest * step_s <= outlook.slack_s(now)  # beside the others, not only alone
+            keys += [rows["deadline"] - steps * step_s, ~(outlook.savable(now) & in_time)]
         return np.lexsort((*keys, -rows["priority"], rows["steps"] == 0))
 
     def waiting(self, view: View, places: np.ndarray) -> Iterator[tuple[int, RequestState]]:
