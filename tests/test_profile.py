@@ -14,9 +14,10 @@ from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.events import RankFormed
 from dlmserve.control.policy.step_times import StepTime, fit
 from dlmserve.errors import ConfigError
-from dlmserve.messages import Cancel
+from dlmserve.messages import Cancel, Form, ModelSpec
 from dlmserve.profiles import ProfileKey
-from dlmserve.worker.profiler import Batch, full_grid, measure, quick_grid
+from dlmserve.worker.parallel import SOLO
+from dlmserve.worker.profiler import Batch, full_grid, measure, quick_grid, step_times
 from tests.story import Story
 
 KEY = ProfileKey("/models/tiny", "auto", "a processor", "auto", threads=1, tp_degree=1)
@@ -55,6 +56,16 @@ def test_every_step_of_a_measured_batch_is_of_the_kinds_it_asks_for(tiny: LLM) -
     tiny._instance.apply(Cancel(0))
     assert not tiny._instance.step().requests, "nothing is left on the engine"
     tiny._instance.check()
+
+
+def test_an_instance_measures_once_and_then_reads(tiny: LLM, tmp_path: Path) -> None:
+    spec = ModelSpec(tiny.info.path, "auto", "auto", tiny.info.mask_id, list(tiny.info.eos_ids))
+    form = Form("i0.1", 0, 1, [], "", spec, 64, 2, 0, 32, 60.0)
+    assert step_times(form, "cpu", SOLO, tiny._instance, may_measure=False) == ([], "not measured")
+    points, source = step_times(form, "cpu", SOLO, tiny._instance, may_measure=True)
+    assert source.startswith("measured in") and "32 tokens" in source
+    again, then = step_times(form, "cpu", SOLO, tiny._instance, may_measure=False)
+    assert again == points and then.startswith(f"from {tmp_path}")
 
 
 def test_all_ranks_stop_where_they_agree_to(tiny: LLM) -> None:

@@ -137,7 +137,13 @@ def step_times(form: Form, device: str, group: Group, engine: Steps, may_measure
     points = list(measure(engine, grid, form.model.mask_id, block_length, mean, QUICK_S))[-1]
     if group.rank == 0 and points:
         _keep(key, points)
-    return points, f"measured in {time.perf_counter() - began_at:.1f} s"
+    return points, f"measured in {time.perf_counter() - began_at:.1f} s: {_ends(points)}"
+
+
+def _ends(points: Points) -> str:
+    """The smallest and the largest batch."""
+    ends = [f"{num_tokens} tokens {1e3 * seconds:.1f} ms" for num_tokens, _, seconds in points]
+    return " to ".join([*ends[:1], *ends[1:][-1:]])
 
 
 def _keep(key: ProfileKey, points: Points) -> None:
