@@ -18,6 +18,7 @@ EPILOG = """commands:
   simulate  policies on a simulated cluster of GPUs
   plan      which layout for which load
   profile   measure how long steps take here, for serve and simulate
+  train-predictor  learn how many steps a model's requests need
 
 `dlmserve COMMAND --help` lists a command's options."""
 
@@ -83,6 +84,12 @@ def profile(argv: list[str]) -> int:
     return run_profile(profile_parser().parse(argv))
 
 
+def train_predictor(argv: list[str]) -> int:
+    from dlmserve.train_predictor import run_train_predictor, train_predictor_parser
+
+    return run_train_predictor(train_predictor_parser().parse(argv))
+
+
 def _generate_parser() -> Parser:
     parser = Parser(
         prog="dlmserve generate",
@@ -144,4 +151,5 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "simulate": simulate,
     "plan": plan,
     "profile": profile,
+    "train-predictor": train_predictor,
 }

@@ -5,9 +5,12 @@ Knows the meaning and the bounds of each setting; knows nothing of argparse, soc
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from dlmserve.errors import ConfigError
 from dlmserve.messages import CacheMode
+
+PredictorKind = Literal["auto", "history", "catboost", "hidden", "catboost+hidden"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class ServerConfig:
     refresh: str = "full"  # "full" | "response:K"
     slo_ms: float | None = None
     policy: str = "dlmserve"
-    step_predictor: str | None = None  # file of a trained one; None: the server's own history predicts
+    step_predictor: str | None = None  # folder of a trained one; None: the model's, or the cache folder's
+    step_predictor_kind: PredictorKind = "auto"  # the best of what the folder has; "history" needs none
     policy_options: dict[str, float] = field(default_factory=dict)  # what each policy's known_options name
     max_resident_tokens: int | None = None  # per instance, of all canvases; None: the policy's own limit
     reconfigure_every_s: float | None = None  # the planner is asked for a layout so often; None: never
@@ -68,6 +72,7 @@ class ServerConfig:
             "dtype": ("auto", "float32", "bfloat16", "float16"),
             "attention": ("auto", "flash", "varlen", "sdpa"),
             "cache": ("none", "prefix", "dual"),
+            "step_predictor_kind": get_args(PredictorKind),
             "log_format": ("text", "json"),
         }
         for name, wanted in choices.items():

@@ -104,7 +104,13 @@ FLAGS = [
         "NAME=X",
         read_all=lambda texts: _read_options(texts),
     ),
-    _flag("scheduling", "step_predictor", "FILE", "trained step predictor (default: the server's history)"),
+    _flag("scheduling", "step_predictor", "FOLDER", "what train-predictor made (default: the model's own)"),
+    _flag(
+        "scheduling",
+        "step_predictor_kind",
+        "NAME",
+        "auto, history, catboost, hidden or catboost+hidden; auto: the best of what is there",
+    ),
     _flag(
         "scheduling",
         "max_resident_tokens",

@@ -104,6 +104,10 @@ class RequestStep(msgspec.Struct, array_like=True, frozen=True):
     confidences: list[float]
     finished: Literal["", "stop", "length"] = ""  # "stop": an EOS with no mask before it
     top: list[list[tuple[int, float]]] | None = None  # per position: (token, log probability), best first
+    masked_confidences: list[float] = []  # of the block's other positions, that stay masked
+    hidden: tuple[float, float] | None = (
+        None  # read from hidden states: blocks after this one, its steps left
+    )
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -164,6 +168,7 @@ class Form(Message, frozen=True):
     collective_timeout_s: float
     attention: str = "auto"  # the back end, see worker/attention
     memory_fraction: float = 0.9  # of a GPU's memory: weights, activations and KV pages together
+    hidden_reader: str = ""  # file of a network that reads hidden states; "": none
 
 
 class Formed(Message, frozen=True):

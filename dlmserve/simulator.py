@@ -46,7 +46,7 @@ from dlmserve.control.policy.predictions import Progress, features
 from dlmserve.control.policy.request import RequestSpec
 from dlmserve.control.policy.scheduler import TICK_S, Scheduler
 from dlmserve.messages import Command, Decoding, StepReport
-from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
+from dlmserve.simulation.instance import EOS, MASK, TEXT, SimulatedEngine
 from dlmserve.simulation.recorded import RecordedUnmasking, Recording
 from dlmserve.simulation.results import Ledger
 from dlmserve.simulation.scenarios import NodeFailure, Scenario
@@ -97,7 +97,7 @@ class Simulator:
         # Its own cost model is the truth; the scheduler's starts from the same profile, without the overhead.
         make_costs = make_costs or (lambda: CostModel.from_preset(scenario.cost_model))
         self._costs, believed = make_costs(), make_costs()
-        self._scheduler = Scheduler(config, policy, MASK, scenario.max_model_len, believed, asks)
+        self._scheduler = Scheduler(config, policy, MASK, scenario.max_model_len, believed, asks, (EOS,))
         self._decoding = Decoding(refresh_blocks=config.refresh_blocks)
         self._unmasking = Unmasking(load_calibration(scenario.text), seed)
         if jobs is None:

@@ -41,9 +41,10 @@ MAY_USE = {
         "worker/lifeline", "errors", "logs", "messages", "config", "checkpoint", "transport", "kernels", "profiles",
     },
 }  # fmt: skip
-# bench.py, cli.py, llm.py, profile.py, simulate.py, __init__.py and __main__.py see both sides.
+# bench.py, cli.py, llm.py, profile.py, simulate.py, train_predictor.py, training/, __init__.py and __main__.py see both
+# sides.
 
-MAY_USE_TORCH = ("worker/", "kernels/", "llm.py")
+MAY_USE_TORCH = ("worker/", "kernels/", "llm.py", "training/")
 # These run where there is no torch, though their layer has it.
 NEVER_TORCH = ("worker/agent.py", "worker/lifeline.py")
 ONLY_IN = {"catboost": "control/policy/step_predictor.py", "cvxpy": "control/planning/"}

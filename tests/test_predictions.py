@@ -13,18 +13,20 @@ THRESHOLDS = np.array([0.9, 0.8, 0.7, 0.6, 0.5])
 def make_progress(confidences: list[float], **fields) -> Progress:
     values = {
         "request": 1, "steps": 4, "num_unmasked": len(confidences), "block": 1, "num_unmasked_in_block": 2,
-        "output_length": 64, "block_length": 8,
+        "output_length": 64, "block_length": 8, "prompt_length": 20, "num_masks_before_end": 16,
+        "hidden": (1.5, 2.0),
     }  # fmt: skip
     return Progress(**(values | fields), confidences=tuple(confidences))
 
 
-def test_the_features_are_those_of_the_paper() -> None:
+def test_the_features_are_those_of_the_paper_and_four_of_our_own() -> None:
     [row] = features([make_progress([0.5, 0.9, 1.0, 0.8])])
     assert dict(zip(FEATURES, row.tolist(), strict=True)) == pytest.approx(
         {
             "step": 5 / 64, "unmasked": 4 / 64, "block": 1 / 8, "unmasked_in_block": 2 / 8,
             "output_length": 64, "confidence_min": 0.5, "confidence_q25": 0.725,
             "confidence_median": 0.85, "confidence_mean": 0.8, "confidence_q75": 0.925,
+            "prompt_length": 20, "masks_before_end": 16 / 64, "hidden_blocks": 1.5, "hidden_steps": 2.0,
         }
     )  # fmt: skip
 
@@ -32,7 +34,7 @@ def test_the_features_are_those_of_the_paper() -> None:
 @given(st.lists(st.lists(st.floats(0, 1), max_size=30), min_size=1, max_size=5))
 def test_each_request_has_the_quantiles_of_its_own_confidences(rows: list[list[float]]) -> None:
     table = features([make_progress(row) for row in rows])
-    for values, row in zip(table[:, 5:], rows, strict=True):
+    for values, row in zip(table[:, 5:10], rows, strict=True):
         if row:
             quantiles = np.quantile(row, [0, 0.25, 0.5, 0.75])
             np.testing.assert_allclose(values[[0, 1, 2, 4]], quantiles, atol=1e-12)

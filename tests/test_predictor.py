@@ -29,7 +29,7 @@ class GatedPredictor:
 
 
 def progress(request: int, steps: int) -> Progress:
-    return Progress(request, steps, 0, 0, 0, 100, 10, ())
+    return Progress(request, steps, 0, 0, 0, 100, 10, 5, 100, ())
 
 
 def test_what_comes_while_it_is_busy_is_one_batch_of_the_newest_and_a_failure_is_survived() -> None:

@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlmserve.control.policy.predictions import FEATURES
+from dlmserve.control.policy.predictions import FEATURES, Progress, features
 from dlmserve.control.policy.step_predictor import (
     CatBoostPredictor,
-    StepTable,
     error_ratio,
     errors_by_features,
+    errors_by_refresh,
+    held_between,
 )
+from dlmserve.control.policy.step_table import StepTable, split
 from dlmserve.errors import ConfigError
 from dlmserve.simulation import step_traces
 from dlmserve.simulation.forest import Forest
@@ -35,16 +37,49 @@ def test_rows_count_down_to_the_last_step(tables: tuple[StepTable, StepTable]) -
 
 
 def test_progress_more_than_halves_the_error(tables: tuple[StepTable, StepTable]) -> None:
-    train, held_out = (table.select(np.arange(0, len(table.steps_left), 4)) for table in tables)
+    train, held_out = (table.select(np.arange(0, len(table.steps_left), 16)) for table in tables)
     errors = errors_by_features(train, held_out)
-    assert errors["all"] < 0.5 * errors["length"]
-    assert errors["all"] < 0.25
+    assert errors["+ confidence"].after_step < 0.5 * errors["output length"].after_step
+    assert errors["+ confidence"].after_step < 0.25
+
+
+def test_a_prediction_that_is_held_loses_one_a_step_and_is_renewed_after_so_many_tokens() -> None:
+    table = make_table(num_unmasked=[0, 4, 8, 12, 0, 2])
+    predicted = np.array([9.0, 20.0, 30.0, 0.5, 7.0, 50.0])
+    assert held_between(predicted, table, 1).tolist() == [9, 20, 30, 1, 7, 50]
+    assert held_between(predicted, table, 8).tolist() == [9, 8, 30, 29, 7, 6]
+    assert held_between(predicted, table, 100).tolist() == [9, 8, 7, 6, 7, 6]
+
+
+def test_rare_predictions_are_worse(tables: tuple[StepTable, StepTable]) -> None:
+    train, held_out = tables[0].select(np.arange(0, len(tables[0].steps_left), 16)), tables[1]
+    errors = errors_by_refresh(CatBoostPredictor.train(train), held_out)
+    assert list(errors) == [1, 2, 4, 8, 16, 32]
+    assert errors[1] < errors[32]
+
+
+def test_no_two_parts_of_a_split_share_a_request(tables: tuple[StepTable, StepTable]) -> None:
+    parts = split(tables[0], (0.7, 0.15, 0.15), seed=0)
+    requests = [set(part.requests.tolist()) for part in parts]
+    assert [len(part) for part in requests] == [70, 15, 15]
+    assert len(set.union(*requests)) == 100
+    assert sum(len(part.steps_left) for part in parts) == len(tables[0].steps_left)
+
+
+def make_table(num_unmasked: list[int]) -> StepTable:
+    """Courses that each begin where nothing is unmasked; output length 64."""
+    rows, steps = [], 0
+    for count in num_unmasked:
+        steps = steps + 1 if count else 0
+        rows.append(Progress(1, steps, count, 0, count, 64, 32, 9, 64 - count, ()))
+    left = np.ones(len(rows))
+    return StepTable(features(rows), np.full(len(rows), 0.9), left, left)
 
 
 def test_a_higher_threshold_never_takes_fewer_steps(
     tables: tuple[StepTable, StepTable], tmp_path: Path
 ) -> None:
-    predictor = CatBoostPredictor.train(tables[0].select(np.arange(0, len(tables[0].steps_left), 8)))
+    predictor = CatBoostPredictor.train(tables[0].select(np.arange(0, len(tables[0].steps_left), 16)))
     rows = tables[1].features[::97]
     steps = predictor.predict(rows, np.array([0.9, 0.8, 0.7, 0.6, 0.5]))
     assert steps.shape == (len(rows), 5)

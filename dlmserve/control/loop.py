@@ -12,9 +12,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from dlmserve.checkpoint import ModelInfo
 from dlmserve.config import ServerConfig
@@ -40,7 +38,6 @@ from dlmserve.control.policy.events import (
     MakePlan,
     NodeLost,
     Predict,
-    Predicted,
     RankLost,
     Reject,
     RestartRank,
@@ -50,8 +47,8 @@ from dlmserve.control.policy.events import (
 from dlmserve.control.policy.policies import make_policy
 from dlmserve.control.policy.request import CancelOutcome, RequestSpec, Sink, Summary
 from dlmserve.control.policy.scheduler import TICK_S, Scheduler
-from dlmserve.control.policy.step_predictor import CatBoostPredictor
-from dlmserve.control.predictor import PredictorThread
+from dlmserve.control.predictor import make_predictor
+from dlmserve.control.predictor_files import choose_predictor
 from dlmserve.control.wire import FormMaker, agent_identity, to_event
 from dlmserve.errors import ConfigError, RequestError, Unavailable, WorkerError
 from dlmserve.messages import (
@@ -80,14 +77,17 @@ class Head:
         config = replace(config, tp_degrees=divisors)
         self._config, self._info = config, info
         max_model_len = config.max_model_len or info.max_model_len
-        self._predictor = _make_predictor(config, lambda predicted: self._feed(predicted))
+        policy = make_policy(config)
+        self.predictor_choice = choose_predictor(config, policy, info.path)
+        self._predictor = make_predictor(self.predictor_choice, config.thresholds, self._feed)
         self._planner = PlannerProcess(self._feed) if config.reconfigure_every_s else None
         self._scheduler = Scheduler(
             config,
-            make_policy(config),
+            policy,
             info.mask_id,
             max_model_len,
             asks_predictor=self._predictor is not None,
+            eos_ids=info.eos_ids,
         )
         self._observer = Observer(self._scheduler, config, metrics)
         self._metrics = metrics
@@ -364,19 +364,6 @@ class Head:
     def _send_rank(self, rank: RankId, message: Message) -> None:
         if not self._links.send(rank.identity, message):
             self._feed(RankLost(rank, "it takes no messages", exited=False))
-
-
-def _make_predictor(config: ServerConfig, answer: Callable[[Predicted], object]) -> PredictorThread | None:
-    """None where the scheduler predicts from its history. Raises ConfigError."""
-    if config.step_predictor is None:
-        return None
-    try:
-        predictor = CatBoostPredictor.load(Path(config.step_predictor))
-    except ImportError as error:
-        raise ConfigError(
-            "--step-predictor needs catboost, which is not installed: pip install catboost"
-        ) from error
-    return PredictorThread(predictor, config.thresholds, answer)
 
 
 def _tell(tell, *args) -> None:

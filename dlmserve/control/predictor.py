@@ -14,8 +14,17 @@ import numpy as np
 
 from dlmserve.control.policy.events import Predicted
 from dlmserve.control.policy.predictions import Progress, StepPredictor, features
+from dlmserve.control.predictor_files import PredictorChoice
 
 log = logging.getLogger("dlmserve.predictor")
+
+
+def make_predictor(
+    choice: PredictorChoice, thresholds: tuple[float, ...], answer: Callable[[Predicted], object]
+) -> "PredictorThread | None":
+    """None where the scheduler predicts from its history. Raises ConfigError."""
+    predictor = choice.load()
+    return None if predictor is None else PredictorThread(predictor, thresholds, answer)
 
 
 class PredictorThread:

@@ -69,6 +69,7 @@ async def serve(config: ServerConfig, info: ModelInfo, tokenizer: Tokenizer) -> 
     try:
         url = await _listen(runner, config)
         _describe(config, info)
+        log.info("policy: %s; step predictor: %s", config.policy, head.predictor_choice)
         await head.start()
         try:
             if await signals.interrupt(head.wait_ready()):

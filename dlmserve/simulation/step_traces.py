@@ -9,12 +9,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from dlmserve.control.policy.predictions import Progress, features
-from dlmserve.control.policy.request import RequestSpec, RequestState
-from dlmserve.control.policy.step_predictor import CatBoostPredictor, StepTable
+from dlmserve.control.policy.predictions import Progress
+from dlmserve.control.policy.request import RequestSpec
+from dlmserve.control.policy.step_predictor import CatBoostPredictor
+from dlmserve.control.policy.step_table import StepRecorder, StepTable, join
 from dlmserve.messages import Admit, Decoding
 from dlmserve.simulation.forest import Forest
-from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
+from dlmserve.simulation.instance import EOS, MASK, TEXT, SimulatedEngine
 from dlmserve.simulation.scenarios import Scenario
 from dlmserve.simulation.unmasking import Unmasking, load_calibration
 from dlmserve.simulation.workloads import Job
@@ -29,31 +30,24 @@ def record(scenario: Scenario, thresholds: tuple[float, ...], first_number: int,
     """One row per step of NUM_REQUESTS requests at each threshold."""
     jobs = dict(enumerate(scenario.sample_jobs(NUM_REQUESTS, seed), first_number))
     unmasking = Unmasking(load_calibration(scenario.text), seed)
-    parts = [_record_at(threshold, jobs, unmasking) for threshold in thresholds]
-    return StepTable(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return join([_record_at(threshold, jobs, unmasking) for threshold in thresholds])
 
 
-def _record_at(
-    threshold: float, jobs: dict[int, Job], unmasking: Unmasking
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features before each step, the threshold, and the steps that were left."""
+def _record_at(threshold: float, jobs: dict[int, Job], unmasking: Unmasking) -> StepTable:
     eos_at = {number: 1 + job.answer for number, job in jobs.items() if job.answer < job.output}
     num_pages = sum(1 + job.output // PAGE_SIZE for job in jobs.values())
     engine = SimulatedEngine(unmasking, num_pages, PAGE_SIZE, eos_at)
-    requests = {}
+    specs = {}
     for number, job in jobs.items():
         length = 1 + job.output
-        spec = RequestSpec("", [TEXT] + [MASK] * job.output, 1, length, length, Decoding(value=threshold))
-        requests[number] = RequestState(number, spec, 0.0, MASK, num_pages=0)
-        engine.apply(Admit(number, spec.canvas, 1, length, length, spec.decoding))
-    progress: dict[int, list[Progress]] = {number: [] for number in jobs}
+        canvas = [TEXT] + [MASK] * job.output
+        specs[number] = RequestSpec("", canvas, 1, length, length, Decoding(value=threshold))
+        engine.apply(Admit(number, canvas, 1, length, length, specs[number].decoding))
+    recorder = StepRecorder(specs, MASK, frozenset([EOS]))
     while engine.has_work():
         for step in engine.step().requests:
-            progress[step.request].append(requests[step.request].progress())
-            requests[step.request].apply(step)
-    rows = [row for course in progress.values() for row in course]
-    left = [np.arange(len(course), 0, -1) for course in progress.values()]
-    return features(rows), np.full(len(rows), threshold), np.concatenate(left)
+            recorder.record(step)
+    return recorder.table()
 
 
 def train_predictor(scenario: Scenario, thresholds: tuple[float, ...]) -> Forest:

@@ -14,6 +14,7 @@ from dlmserve.worker import attention, memory
 from dlmserve.worker.device import Device, make_device
 from dlmserve.worker.engine import Engine
 from dlmserve.worker.graphs import Graphs, usual_buckets
+from dlmserve.worker.hidden_reader import load_reader
 from dlmserve.worker.kv_cache import KVCache
 from dlmserve.worker.models import load_model, read_config
 from dlmserve.worker.parallel import Group
@@ -58,6 +59,8 @@ def build_on(
                 graphs.get(bucket)
         engine = Engine(Runner(model, cache, device, graphs), form.model.mask_id, form.model.eos_ids)
         engine.num_bytes_read = num_bytes_read
+        if form.hidden_reader and form.tp_rank == 0:
+            engine.hidden_reader = load_reader(form.hidden_reader, config.hidden_size, device.name)
         engine.warm_up(min(WARM_UP_TOKENS, form.max_model_len))
     return engine
 

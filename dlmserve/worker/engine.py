@@ -7,6 +7,7 @@ values that every rank has after the exchange. Knows nothing of sockets, the hea
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from dlmserve.worker import decision
 from dlmserve.worker.batch import Span
 from dlmserve.worker.canvas import Resident, StepPlan
 from dlmserve.worker.device import Wait
+from dlmserve.worker.hidden_reader import HiddenOutlook, HiddenReader, pool_recomputed
 from dlmserve.worker.memory import MAX_STEP_TOKENS
 from dlmserve.worker.runner import Runner
 from dlmserve.worker.sampling import RowGroup, Sampler, Top
@@ -70,6 +72,7 @@ class Engine:
         self._num_steps = 0
         self.token_s = 0.0  # of the warm-up, per token
         self.num_bytes_read = 0  # of weights, when it was built
+        self.hidden_reader: HiddenReader | None = None  # local to this rank: nothing is decided by it
         self._result = StepResult()
         self._flight: Flight | None = None
 
@@ -156,9 +159,16 @@ class Engine:
         hidden, index = self._runner.run([plan.span for plan in plans], staged)
         drawn = self._sampler.draw(hidden, groups, index)
         top += drawn.top
+        read = self._read_hidden(hidden, plans)
         if on_device:
-            return decision.decide_on_device(drawn.parts, index, self._model.config.shifted_logits)
-        return decision.decide_on_host(drawn.parts, rules)
+            return decision.decide_on_device(drawn.parts, index, self._model.config.shifted_logits) + read
+        return decision.decide_on_host(drawn.parts, rules) + read
+
+    def _read_hidden(self, hidden: torch.Tensor, plans: list[StepPlan]) -> list[torch.Tensor]:
+        """What is read of the requests at a recompute step, f32 [n, 2], where there is a reader."""
+        if self.hidden_reader is None or not any(plan.recompute for plan in plans):
+            return []
+        return [self.hidden_reader(pool_recomputed(hidden, plans))]
 
     @torch.inference_mode()
     def finish(self) -> StepResult:
@@ -166,9 +176,10 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is not None:
             with self._runner.device.named_errors():
-                decided = flight.wait()
+                tokens, confidences, chosen, *read = flight.wait()
                 top = _alternatives(flight.top)
-            self._unmask(flight, *decided, top)
+            outlooks = _by_request(flight.plans, read)
+            self._unmask(flight, tokens, confidences, chosen, top, outlooks)
         return self._result
 
     def _release_due(self) -> list[int]:
@@ -197,6 +208,7 @@ class Engine:
         confidences: np.ndarray,
         chosen: np.ndarray,
         top: dict[int, Alternatives],
+        outlooks: dict[int, HiddenOutlook],
     ) -> None:
         """Applies to each canvas what was decided for its rows."""
         for plan, group in zip(flight.plans, flight.groups, strict=True):
@@ -207,10 +219,15 @@ class Engine:
                 message = "the model's logits are not finite (NaN or infinite)"
                 self._result.failed.append(Failure(request, "not_finite", message))
                 continue
-            picked = rows[chosen[rows]]
-            ranked = [top[row] for row in picked.tolist()] if group.decoding.num_top else None
+            picked, kept = rows[chosen[rows]], rows[~chosen[rows]]
             step = _apply(
-                plan, plan.columns[picked - group.start], tokens[picked], confidences[picked], ranked
+                plan,
+                plan.columns[picked - group.start],
+                tokens[picked],
+                confidences[picked],
+                top=[top[row] for row in picked.tolist()] if group.decoding.num_top else None,
+                masked_confidences=confidences[kept].tolist(),
+                hidden=outlooks.get(request),
             )
             if step.finished:
                 self._remove(request)
@@ -261,13 +278,22 @@ def _alternatives(top: list[Top]) -> dict[int, Alternatives]:
     return found
 
 
+def _by_request(plans: list[StepPlan], read: list[np.ndarray]) -> dict[int, HiddenOutlook]:
+    """`read`: what `Engine._read_hidden` gave, on the host."""
+    if not read:
+        return {}
+    recomputed = [plan.resident.request for plan in plans if plan.recompute]
+    return {request: (row[0], row[1]) for request, row in zip(recomputed, read[0].tolist(), strict=True)}
+
+
 def _apply(
     plan: StepPlan,
     positions: np.ndarray,
     tokens: np.ndarray,
     confidences: np.ndarray,
-    top: list[Alternatives] | None,
+    **more: Any,
 ) -> RequestStep:
+    """`more`: fields of RequestStep that go there as they are."""
     block = plan.resident.block  # before the canvas moves on
     return RequestStep(
         request=plan.resident.request,
@@ -278,5 +304,5 @@ def _apply(
         tokens=tokens.tolist(),
         confidences=confidences.tolist(),
         finished=plan.resident.unmask(positions, tokens),
-        top=top,
+        **more,
     )

@@ -3,11 +3,14 @@
 Owns the feature vector and the fallback predictor. Knows nothing of instances, and nothing of where the
 predictor runs: the scheduler asks with a Predict action and is told by a Predicted event.
 
-Features: appendix A of the TeDiServe paper. Confidences are those of the output positions unmasked so far,
-each at the step that unmasked it: positions still masked have none in the reports.
+Features: appendix A of the TeDiServe paper; `confidence_*` are over all output positions that a step has
+computed so far, each at the last one that did. Ours: `prompt_length`, all that tells requests apart on their
+arrival; `masks_before_end`, which counts only up to the first end token that is unmasked already; and
+`hidden_*`, what the instance reads from hidden states (worker/hidden_reader.py), NaN where it reads none.
 """
 
 from collections.abc import Sequence
+from math import nan
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +18,7 @@ import numpy as np
 FEATURES = (
     "step", "unmasked", "block", "unmasked_in_block", "output_length",
     "confidence_min", "confidence_q25", "confidence_median", "confidence_mean", "confidence_q75",
+    "prompt_length", "masks_before_end", "hidden_blocks", "hidden_steps",
 )  # fmt: skip
 STEP, UNMASKED, OUTPUT_LENGTH = map(FEATURES.index, ("step", "unmasked", "output_length"))
 
@@ -27,6 +31,9 @@ MAX_STEPS = 20_000.0  # older observations fade
 STALE_STEPS = 200  # observed steps after which the means are computed anew
 
 
+NOT_READ = (nan, nan)
+
+
 class Progress(NamedTuple):
     """How far a request was when its prediction was asked for."""
 
@@ -37,7 +44,10 @@ class Progress(NamedTuple):
     num_unmasked_in_block: int
     output_length: int
     block_length: int
-    confidences: tuple[float, ...]  # in the order of unmasking
+    prompt_length: int
+    num_masks_before_end: int  # masked output positions before the first end token, or in all
+    confidences: tuple[float, ...]  # of the output positions computed so far, in any order
+    hidden: tuple[float, float] = NOT_READ  # blocks after the current one, and steps left in that one
 
 
 def features(progress: Sequence[Progress]) -> np.ndarray:
@@ -45,14 +55,17 @@ def features(progress: Sequence[Progress]) -> np.ndarray:
     table = np.zeros((len(progress), len(FEATURES)))
     if not progress:
         return table
-    counts = np.array([row[1:7] for row in progress], dtype=float)
-    steps, unmasked, block, in_block, length, block_length = counts.T
+    counts = np.array([row[1:9] for row in progress], dtype=float)
+    steps, unmasked, block, in_block, length, block_length, prompt_length, before_end = counts.T
     table[:, 0] = (steps + 1) / length
     table[:, 1] = unmasked / length
     table[:, 2] = block / (length / block_length)
     table[:, 3] = in_block / block_length
     table[:, 4] = length
-    table[:, 5:] = _confidence_features([row.confidences for row in progress])
+    table[:, 5:10] = _confidence_features([row.confidences for row in progress])
+    table[:, 10] = prompt_length
+    table[:, 11] = before_end / length
+    table[:, 12:] = [row.hidden for row in progress]
     return table
 
 

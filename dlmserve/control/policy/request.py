@@ -6,11 +6,12 @@ reported. Knows nothing of instances, queues, sockets or texts (tokens only).
 
 import itertools
 from dataclasses import dataclass, field
+from math import nan
 from typing import Literal, Protocol
 
 import msgspec
 
-from dlmserve.control.policy.predictions import Progress
+from dlmserve.control.policy.predictions import NOT_READ, Progress
 from dlmserve.errors import DlmServeError
 from dlmserve.messages import Decoding, RequestStep
 
@@ -95,6 +96,7 @@ class RequestState:
     arrived_at: float
     mask_id: int
     num_pages: int  # KV pages that it needs on any instance
+    eos_ids: frozenset[int] = frozenset()
     canvas: list[int] = field(init=False)
     num_blocks: int = field(init=False)
     threshold: float = field(init=False)  # the rule's value for its next step, as the head last set it
@@ -105,7 +107,10 @@ class RequestState:
     instances: list[str] = field(default_factory=list)
     block: int = 0  # the one its next step works on
     masks_in_block: int = field(init=False)  # left in that block
+    answer_end: int = field(init=False)  # column of the first end token so far, or where the answer is cut
     confidences: list[float] = field(default_factory=list)  # of its unmasked tokens, in order
+    masked_confidences: list[float] = field(default_factory=list)  # of masked positions, at its last step
+    hidden: tuple[float, float] = NOT_READ  # as of now, from what was read at its last recompute step
     cache_lost: bool = False  # it is inside a block, and no instance holds its K/V
     num_unmasked_at_refresh: int = 0  # when its remaining steps were last asked for
     steps: int = 0
@@ -117,6 +122,9 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.canvas = list(self.spec.canvas)
+        self.answer_end = self.spec.limit
+        if self.spec.decoding.ignore_eos:
+            self.eos_ids = frozenset()
         self.num_blocks = -(-self.output_length // self.spec.decoding.block_length)
         self.threshold = self.spec.decoding.value
         self.refresh_blocks = self.spec.decoding.refresh_blocks
@@ -140,7 +148,7 @@ class RequestState:
         return self.num_blocks - self.block - (self.steps_in_block > 0) + self.cache_lost
 
     def progress(self) -> Progress:
-        block_length = self.spec.decoding.block_length
+        spec, block_length = self.spec, self.spec.decoding.block_length
         return Progress(
             self.number,
             self.steps,
@@ -149,7 +157,10 @@ class RequestState:
             block_length - self.masks_in_block,
             self.output_length,
             block_length,
-            tuple(self.confidences),
+            spec.output_start,
+            self.canvas[spec.output_start : self.answer_end].count(self.mask_id),
+            (*self.confidences, *self.masked_confidences),
+            self.hidden,
         )
 
     def apply(self, step: RequestStep) -> StepUpdate:
@@ -159,11 +170,15 @@ class RequestState:
         canvas, num_unmasked = self.canvas, len(step.positions)
         for position, token in zip(step.positions, step.tokens, strict=True):
             canvas[position] = token
+            if token in self.eos_ids and position < self.answer_end:
+                self.answer_end = position
         self.steps += 1
         self.recompute_steps += step.recompute
         self.num_unmasked += num_unmasked
         self._threshold_sum += step.threshold * num_unmasked
         self.confidences += step.confidences
+        self.masked_confidences = step.masked_confidences
+        self.hidden = step.hidden or (self.hidden[0], max(self.hidden[1] - 1, 0.0))
         self.cache_lost = False
         self.masks_in_block -= num_unmasked
         if self.masks_in_block:
@@ -171,6 +186,7 @@ class RequestState:
         else:
             self.block += 1
             self.masks_in_block, self.steps_in_block = self._count_masks(self.block), 0
+            self.hidden = (max(self.hidden[0] - 1, 0.0), nan)
         tops = step.top or itertools.repeat(None)
         unmasked = list(map(Unmasked, step.positions, step.tokens, step.confidences, tops))
         return StepUpdate(self.steps, step.recompute, step.block, step.threshold, unmasked)

@@ -8,7 +8,7 @@ A request is in exactly one place: in the waiting queue, or resident on one inst
 if it comes from the instance that holds the request, so nothing is ever applied or delivered twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
@@ -65,10 +65,11 @@ class Scheduler:
         max_model_len: int,
         costs: CostModel | None = None,
         asks_predictor: bool = False,
+        eos_ids: Iterable[int] = (),
     ) -> None:
         """`costs`: a preset where nothing better is known. `asks_predictor`: Predict actions get answers."""
         self._config, self._policy = config, policy
-        self._mask_id, self._max_model_len = mask_id, max_model_len
+        self._mask_id, self._eos_ids, self._max_model_len = mask_id, frozenset(eos_ids), max_model_len
         self.cluster = Cluster(config.tp_layout, config.max_num_seqs, config.heartbeat_timeout_s)
         self.transition = Transition(self.cluster)
         self.requests: dict[int, RequestState] = {}
@@ -130,7 +131,7 @@ class Scheduler:
     def _arrived(self, now: float, event: Arrived) -> Iterator[Action]:
         decoding, length = event.spec.decoding, len(event.spec.canvas)
         pages = pages_needed(length, self._config.page_size, decoding.cache)
-        request = RequestState(event.request, event.spec, now, self._mask_id, pages)
+        request = RequestState(event.request, event.spec, now, self._mask_id, pages, self._eos_ids)
         error = self._refusal(request)
         if error:
             yield Reject(request.number, error)

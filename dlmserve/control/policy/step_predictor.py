@@ -1,44 +1,38 @@
 """The learned step predictor: gradient-boosted trees over a request's progress, one model for all thresholds.
 
-Owns the regression and its error figures. Knows nothing of where the rows come from (a real engine, or the
-simulator) or where predictions run. catboost is imported when it is first needed: it takes half a second.
+Owns the regression and its error figures. Knows nothing of where the rows come from (step_table.py) or where
+predictions run. catboost is imported when it is first needed: it takes half a second.
 
 Source: TeDiServe (arXiv 2606.29094), section 4 and appendix A: the target is the remaining steps over the
 output length, one row per executed step of 100 requests at every candidate threshold.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dlmserve.control.policy.predictions import FEATURES, OUTPUT_LENGTH
+from dlmserve.control.policy.predictions import FEATURES, OUTPUT_LENGTH, StepPredictor
+from dlmserve.control.policy.step_table import StepTable
 from dlmserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from catboost import CatBoostRegressor
 
+COLUMNS = (*FEATURES, "threshold")
 LENGTH = ("output_length",)
 PROGRESS = (*LENGTH, "step", "unmasked", "block", "unmasked_in_block", "threshold")
-FEATURE_SETS = {"length": LENGTH, "length, progress": PROGRESS, "all": (*FEATURES, "threshold")}
-COLUMNS = (*FEATURES, "threshold")
+PUBLISHED = (*PROGRESS, *(name for name in FEATURES if name.startswith("confidence")))
+WITHOUT_HIDDEN = tuple(name for name in COLUMNS if not name.startswith("hidden"))
+FEATURE_SETS = {
+    "output length": LENGTH,
+    "+ progress": PROGRESS,
+    "+ confidence": PUBLISHED,
+    "+ prompt length, end": WITHOUT_HIDDEN,
+    "+ hidden states": COLUMNS,
+}
+REFRESH_TOKENS = (1, 2, 4, 8, 16, 32)
 NUM_TREES, DEPTH, LEARNING_RATE = 200, 6, 0.1
-
-
-@dataclass(frozen=True)
-class StepTable:
-    """Rows to learn from: `features` [n, F] as in predictions.py, `thresholds` [n], `steps_left` [n]."""
-
-    features: np.ndarray
-    thresholds: np.ndarray
-    steps_left: np.ndarray
-
-    def inputs(self) -> np.ndarray:
-        return np.column_stack((self.features, self.thresholds))
-
-    def select(self, rows: np.ndarray) -> "StepTable":
-        return StepTable(self.features[rows], self.thresholds[rows], self.steps_left[rows])
 
 
 class CatBoostPredictor:
@@ -49,7 +43,7 @@ class CatBoostPredictor:
 
     @classmethod
     def train(
-        cls, table: StepTable, columns: tuple[str, ...] = COLUMNS, seed: int = 0
+        cls, table: StepTable, columns: tuple[str, ...] = WITHOUT_HIDDEN, seed: int = 0
     ) -> "CatBoostPredictor":
         """Least squares on `columns` only; a higher threshold never means fewer steps."""
         from catboost import CatBoostRegressor
@@ -66,13 +60,19 @@ class CatBoostPredictor:
             verbose=False,
             allow_writing_files=False,
         )
-        model.fit(table.inputs(), table.steps_left / table.features[:, OUTPUT_LENGTH])
+        model.fit(table.inputs, table.steps_left / table.features[:, OUTPUT_LENGTH])
         return cls(model)
 
     @classmethod
     def load(cls, path: Path) -> "CatBoostPredictor":
-        """Raises ConfigError where there is no such model, or one of other features."""
-        from catboost import CatBoostError, CatBoostRegressor
+        """Raises ConfigError where there is no such model, one of other features, or no catboost."""
+        try:
+            from catboost import CatBoostError, CatBoostRegressor
+        except ImportError as error:
+            raise ConfigError(
+                f"step predictor {path} needs catboost, which is not installed: pip install catboost, "
+                "or --step-predictor-kind history"
+            ) from error
 
         model = CatBoostRegressor()
         try:
@@ -104,7 +104,7 @@ def error_ratio(predicted: np.ndarray, actual: np.ndarray) -> float:
     return float(np.abs(predicted - actual).sum() / actual.sum())
 
 
-def predict_rows(predictor: CatBoostPredictor, table: StepTable) -> np.ndarray:
+def predict_rows(predictor: StepPredictor, table: StepTable) -> np.ndarray:
     """Steps left [n] of each row at its own threshold."""
     found = np.empty(len(table.thresholds))
     for threshold in np.unique(table.thresholds):
@@ -113,13 +113,46 @@ def predict_rows(predictor: CatBoostPredictor, table: StepTable) -> np.ndarray:
     return found
 
 
-def errors_by_features(train: StepTable, held_out: StepTable, seed: int = 0) -> dict[str, float]:
-    """Error ratio on `held_out` of a predictor for each set of features."""
+def held_between(predicted: np.ndarray, table: StepTable, num_tokens: int) -> np.ndarray:
+    """`predicted` [n] where it is renewed only after `num_tokens` unmasked tokens; each step takes one off."""
+    held = predicted.copy()
+    done, unmasked = table.steps_done, table.num_unmasked
+    last = 0
+    for row in range(len(held)):
+        if done[row] == 0 or unmasked[row] - unmasked[last] >= num_tokens:
+            last = row
+        held[row] = max(predicted[last] - (done[row] - done[last]), 1.0)
+    return held
+
+
+class Errors(NamedTuple):
+    """Error ratio of rows after a step (those of the published figures), and of rows on arrival."""
+
+    after_step: float
+    on_arrival: float
+
+
+def errors_of(predicted: np.ndarray, table: StepTable) -> Errors:
+    started, left = table.started, table.steps_left
+    return Errors(*(error_ratio(predicted[rows], left[rows]) for rows in (started, ~started)))
+
+
+def errors_by_features(train: StepTable, held_out: StepTable, seed: int = 0) -> dict[str, Errors]:
+    """On `held_out`, of a predictor for each set of features."""
     errors = {}
     for name, columns in FEATURE_SETS.items():
-        if np.ptp(train.inputs()[:, [COLUMNS.index(column) for column in columns]], axis=0).any():
+        if np.ptp(train.inputs[:, [COLUMNS.index(column) for column in columns]], axis=0).any():
             predicted = predict_rows(CatBoostPredictor.train(train, columns, seed), held_out)
         else:  # nothing to tell rows apart by
             predicted = np.full(len(held_out.steps_left), train.steps_left.mean())
-        errors[name] = error_ratio(predicted, held_out.steps_left)
+        errors[name] = errors_of(predicted, held_out)
     return errors
+
+
+def errors_by_refresh(predictor: StepPredictor, held_out: StepTable) -> dict[int, float]:
+    """After a step, by the number of unmasked tokens between two predictions."""
+    predicted = predict_rows(predictor, held_out)
+    return {
+        tokens: errors_of(held_between(predicted, held_out, tokens), held_out).after_step
+        for tokens in REFRESH_TOKENS
+    }

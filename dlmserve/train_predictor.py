@@ -1,0 +1,151 @@
+"""`dlmserve train-predictor`: runs prompts on the real engine at every threshold, trains the model's step predictor.
+
+Owns the flags of the command, the order of its work and its tables. How courses become features and features
+predictions is for training/ and control/policy/.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from dlmserve.config import ServerConfig
+from dlmserve.control.policy.step_predictor import (
+    CatBoostPredictor,
+    Errors,
+    errors_by_features,
+    errors_by_refresh,
+)
+from dlmserve.control.policy.step_table import StepTable, split
+from dlmserve.control.predictor_files import ERRORS, TREES, cached_folder
+from dlmserve.errors import ConfigError
+from dlmserve.flags import Parser
+from dlmserve.llm import LLM
+from dlmserve.training.courses import Course, run_courses, step_table
+from dlmserve.training.prompts import encode_prompts, load_prompts
+
+SHARES = (0.85, 0.15)  # of the requests: to learn from, to measure on
+
+
+def run_train_predictor(args: argparse.Namespace) -> int:
+    """Raises DlmServeError."""
+    console = Console(stderr=True)
+    thresholds = tuple(sorted(args.thresholds, reverse=True))
+    llm = LLM(args.model, device=args.device, dtype=args.dtype, tp_degree=args.tp_degree)
+    try:
+        courses = _run(llm, args, thresholds, console)
+    finally:
+        llm.close()
+    table = step_table(courses, llm.info)
+    console.print(f"{len(courses)} decodings, {len(table.steps_left)} steps; training")
+    known, held_out = split(table, SHARES, args.seed)
+    report = measure(known, held_out, args.seed)
+    folder = Path(args.output) if args.output else cached_folder(llm.info.path)
+    _save(CatBoostPredictor.train(table, seed=args.seed), report, folder)
+    _print(report)
+    console.print(f"stored in {folder}")
+    return 0
+
+
+def train_predictor_parser() -> Parser:
+    parser = Parser(
+        prog="dlmserve train-predictor",
+        description="Learns how many steps requests need, from decoding prompts at every threshold.",
+    )
+    defaults = ServerConfig()
+    parser.add_argument("--model", default="tiny", metavar="NAME", help="alias, Hugging Face id or folder")
+    parser.add_argument(
+        "--requests", type=int, default=100, metavar="N", help="prompts to run (default: 100)"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines with 'prompt' or 'messages', like your traffic (default: the model's own, or a built-in list)",
+    )
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="where the predictor goes (default: where serve finds it)"
+    )
+    parser.add_argument(
+        "--gen-lengths",
+        type=_integers,
+        metavar="N,N,...",
+        help="output lengths, in turn (default: 1/2, 3/4 and all of the model's)",
+    )
+    parser.add_argument(
+        "--thresholds",
+        type=_numbers,
+        default=defaults.thresholds,
+        metavar="X,X,...",
+        help=f"default: {','.join(map(str, defaults.thresholds))}",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--tp-degree", type=int, default=1, metavar="N", help="ranks to run on (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of split and training (default: 0)")
+    return parser
+
+
+def _run(llm: LLM, args: argparse.Namespace, thresholds: tuple[float, ...], console: Console) -> list[Course]:
+    if llm.tokenizer is None:
+        raise ConfigError(f"model {args.model} has no tokenizer.json, so it cannot take prompts")
+    chats, source = load_prompts(args.prompts, llm.info.path)
+    if not 10 <= args.requests <= len(chats):
+        raise ConfigError(
+            f"--requests is {args.requests}; wanted 10 to {len(chats)}, as many as there are in {source}"
+        )
+    full = llm.info.default_gen_length
+    lengths = args.gen_lengths or tuple(dict.fromkeys((full // 2, full * 3 // 4, full)))
+    console.print(f"{args.requests} prompts from {source}, output {', '.join(map(str, lengths))} tokens")
+    prompts = encode_prompts(chats[: args.requests], llm.tokenizer)
+    with Progress(console=console) as progress:
+        task = progress.add_task("decoding", total=len(prompts) * len(thresholds))
+        return run_courses(llm, prompts, thresholds, lengths, lambda: progress.advance(task))
+
+
+def measure(known: StepTable, held_out: StepTable, seed: int) -> dict:
+    """Errors of predictors trained on `known`, over the steps of `held_out`; JSON types."""
+    by_features = errors_by_features(known, held_out, seed)
+    by_refresh = errors_by_refresh(CatBoostPredictor.train(known, seed=seed), held_out)
+    return {
+        "steps": {"known": len(known.steps_left), "held_out": len(held_out.steps_left)},
+        "by_features": {name: errors._asdict() for name, errors in by_features.items()},
+        "by_refresh": {str(tokens): error for tokens, error in by_refresh.items()},
+    }
+
+
+def _save(predictor: CatBoostPredictor, report: dict, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        predictor.save(folder / f"{TREES}.new")
+        os.replace(folder / f"{TREES}.new", folder / TREES)
+        (folder / ERRORS).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {folder} cannot be written: {error}") from error
+
+
+def _print(report: dict) -> None:
+    """Error: sum of |predicted - actual| over sum of actual remaining steps, of held-out requests."""
+    table = Table(
+        "features", "after a step", "on arrival", box=SIMPLE_HEAD, title="error of the remaining steps"
+    )
+    for name, errors in report["by_features"].items():
+        table.add_row(name, *(f"{errors[field]:.1%}" for field in Errors._fields))
+    console = Console()
+    console.print(table)
+    table = Table("predicted every", "after a step", box=SIMPLE_HEAD)
+    for tokens, error in report["by_refresh"].items():
+        table.add_row(f"{tokens} tokens", f"{error:.1%}")
+    console.print(table)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
