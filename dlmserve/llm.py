@@ -7,12 +7,15 @@ ranks are child processes that follow this one.
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from dlmserve.checkpoint import ModelInfo, read_model_info, resolve
 from dlmserve.errors import CheckpointError, ContextTooLong, RequestError
 from dlmserve.messages import Admit, CacheMode, Decoding, Form, ModelSpec, RequestStep, RuleName
 from dlmserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dlmserve.worker.hidden_reader import HiddenReader
 
 Prompt = str | list[int]
 
@@ -141,6 +144,10 @@ class LLM:
     def details(self) -> str:
         """Dtype, device, threads, kernel: one line for a log."""
         return self._instance.details
+
+    def read_hidden(self, reader: "HiddenReader") -> None:
+        """From now on `reader` is given the pooled hidden states of each recompute step's requests."""
+        self._instance.read_hidden(reader)
 
     def close(self) -> None:
         """Ends the other ranks' processes, if there are any."""

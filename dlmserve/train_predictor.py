@@ -6,7 +6,6 @@ predictions is for training/ and control/policy/.
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -15,21 +14,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dlmserve.config import ServerConfig
-from dlmserve.control.policy.step_predictor import (
-    CatBoostPredictor,
-    Errors,
-    errors_by_features,
-    errors_by_refresh,
-)
-from dlmserve.control.policy.step_table import StepTable, split
-from dlmserve.control.predictor_files import ERRORS, TREES, cached_folder
+from dlmserve.control.policy.step_predictor import Errors
+from dlmserve.control.predictor_files import ERRORS, NETWORK, TREES, TREES_HIDDEN, cached_folder
 from dlmserve.errors import ConfigError
 from dlmserve.flags import Parser
 from dlmserve.llm import LLM
-from dlmserve.training.courses import Course, run_courses, step_table
+from dlmserve.training.courses import Course, run_courses
+from dlmserve.training.learn import MIN_RECOMPUTES, Learned, learn
 from dlmserve.training.prompts import encode_prompts, load_prompts
-
-SHARES = (0.85, 0.15)  # of the requests: to learn from, to measure on
 
 
 def run_train_predictor(args: argparse.Namespace) -> int:
@@ -41,13 +33,15 @@ def run_train_predictor(args: argparse.Namespace) -> int:
         courses = _run(llm, args, thresholds, console)
     finally:
         llm.close()
-    table = step_table(courses, llm.info)
-    console.print(f"{len(courses)} decodings, {len(table.steps_left)} steps; training")
-    known, held_out = split(table, SHARES, args.seed)
-    report = measure(known, held_out, args.seed)
+    console.print(f"{len(courses)} decodings, {sum(len(each.steps) for each in courses)} steps; training")
+    learned = learn(courses, llm.info, args.seed)
     folder = Path(args.output) if args.output else cached_folder(llm.info.path)
-    _save(CatBoostPredictor.train(table, seed=args.seed), report, folder)
-    _print(report)
+    _save(learned, folder)
+    _print(learned.report)
+    if learned.network is None:
+        console.print(
+            f"no hidden-state predictor: fewer than {MIN_RECOMPUTES} recompute steps; more --requests"
+        )
     console.print(f"stored in {folder}")
     return 0
 
@@ -107,23 +101,17 @@ def _run(llm: LLM, args: argparse.Namespace, thresholds: tuple[float, ...], cons
         return run_courses(llm, prompts, thresholds, lengths, lambda: progress.advance(task))
 
 
-def measure(known: StepTable, held_out: StepTable, seed: int) -> dict:
-    """Errors of predictors trained on `known`, over the steps of `held_out`; JSON types."""
-    by_features = errors_by_features(known, held_out, seed)
-    by_refresh = errors_by_refresh(CatBoostPredictor.train(known, seed=seed), held_out)
-    return {
-        "steps": {"known": len(known.steps_left), "held_out": len(held_out.steps_left)},
-        "by_features": {name: errors._asdict() for name, errors in by_features.items()},
-        "by_refresh": {str(tokens): error for tokens, error in by_refresh.items()},
-    }
-
-
-def _save(predictor: CatBoostPredictor, report: dict, folder: Path) -> None:
+def _save(learned: Learned, folder: Path) -> None:
+    """Files that are not made this time go, so that none is older than the others."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        predictor.save(folder / f"{TREES}.new")
-        os.replace(folder / f"{TREES}.new", folder / TREES)
-        (folder / ERRORS).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        for name in (TREES, TREES_HIDDEN, NETWORK):
+            (folder / name).unlink(missing_ok=True)
+        learned.trees.save(folder / TREES)
+        if learned.network and learned.trees_hidden and learned.hidden:
+            learned.trees_hidden.save(folder / TREES_HIDDEN)
+            learned.network.save(folder / NETWORK, learned.hidden.arrays())
+        (folder / ERRORS).write_text(json.dumps(learned.report, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be written: {error}") from error
 

@@ -82,10 +82,10 @@ def test_the_command_prints_its_errors_and_leaves_a_predictor_that_a_server_take
 def test_the_embedded_model_has_a_predictor_that_meets_its_bars(tiny: LLM, courses: list[Course]) -> None:
     config = ServerConfig(policy="dlmserve")
     choice = choose_predictor(config, make_policy(config), tiny.info.path)
-    assert choice.folder == Path(tiny.info.path) / "step_predictor"
+    assert (choice.kind, choice.folder) == ("catboost+hidden", Path(tiny.info.path) / "step_predictor")
     assert choice.load()
     errors = json.loads((choice.folder / "errors.json").read_text())["by_features"]
-    with_all = errors["+ prompt length, end"]["after_step"]
+    with_all = errors["all"]["after_step"]
     assert with_all < 0.25
     assert with_all < 0.5 * errors["output length"]["after_step"]
 

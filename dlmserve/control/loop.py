@@ -109,7 +109,7 @@ class Head:
         self._ready = asyncio.get_running_loop().create_future()
         self._ticked_at = time.monotonic()
         self._run_dir = self._config.run_dir or tempfile.mkdtemp(prefix="dlmserve-")
-        self._forms = FormMaker(self._config, self._info, self._run_dir)
+        self._forms = FormMaker(self._config, self._info, self._run_dir, self.predictor_choice.hidden_reader)
         endpoint = f"ipc://{self._run_dir}/head.sock"
         try:
             self._links = Links(

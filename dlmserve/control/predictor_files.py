@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlmserve.config import PredictorKind, ServerConfig
+from dlmserve.control.policy.hidden_predictor import HiddenStatePredictor
 from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.predictions import StepPredictor
 from dlmserve.control.policy.step_predictor import CatBoostPredictor
@@ -45,7 +46,8 @@ class PredictorChoice:
         """None for the history. Raises ConfigError for a file that cannot be used."""
         if self.folder is None:
             return None
-        return CatBoostPredictor.load(self.folder / FILES[self.kind][0])
+        file = self.folder / FILES[self.kind][0]
+        return HiddenStatePredictor.load(file) if self.kind == "hidden" else CatBoostPredictor.load(file)
 
 
 def choose_predictor(config: ServerConfig, policy: Policy, model_folder: str) -> PredictorChoice:

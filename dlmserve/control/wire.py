@@ -59,8 +59,8 @@ def to_event(message: ToHead) -> Event | None:
 class FormMaker:
     """What every formation of this server has in common."""
 
-    def __init__(self, config: ServerConfig, info: ModelInfo, run_dir: str) -> None:
-        self._config, self._run_dir = config, run_dir
+    def __init__(self, config: ServerConfig, info: ModelInfo, run_dir: str, hidden_reader: str) -> None:
+        self._config, self._run_dir, self._hidden_reader = config, run_dir, hidden_reader
         self._max_model_len = config.max_model_len or info.max_model_len
         self._model = ModelSpec(
             path=info.path,
@@ -92,4 +92,5 @@ class FormMaker:
             collective_timeout_s=self._config.collective_timeout_s,
             attention=self._config.attention,
             memory_fraction=self._config.memory_fraction,
+            hidden_reader=self._hidden_reader,
         )

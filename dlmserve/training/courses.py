@@ -4,10 +4,12 @@ Owns the recording, and turns courses into tables. The steps are played to the h
 so features are what a live server computes.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from dlmserve.checkpoint import ModelInfo
 from dlmserve.control.policy.request import RequestSpec
@@ -18,11 +20,12 @@ from dlmserve.messages import RequestStep
 
 @dataclass
 class Course:
-    """One decoding: `request` numbers its prompt."""
+    """One decoding: `request` numbers its prompt; pooled: f32 [2d] of each of its recompute steps."""
 
     request: int
     spec: RequestSpec
     steps: list[RequestStep] = field(default_factory=list)
+    pooled: list[np.ndarray] = field(default_factory=list)
 
     @property
     def threshold(self) -> float:
@@ -54,11 +57,20 @@ def _run_batch(
 ) -> list[Course]:
     courses = [Course(number, _spec(ids, params, llm.info)) for number, ids in prompts.items()]
 
+    states: deque[np.ndarray] = deque()  # of the steps that are about to be noted, in their order
+
+    def keep(pooled: torch.Tensor) -> torch.Tensor:
+        states.extend(pooled.cpu().numpy())
+        return torch.full((len(pooled), 2), torch.nan)
+
     def note(index: int, step: RequestStep) -> None:
         courses[index].steps.append(step)
+        if step.recompute:
+            courses[index].pooled.append(states.popleft())
         if step.finished:
             on_finish()
 
+    llm.read_hidden(keep)
     llm.generate(list(prompts.values()), params, note)
     return courses
 

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dlmserve.errors import ConfigError
@@ -63,6 +64,11 @@ class HiddenNetwork:
                 "model's width: train it on this model"
             )
         return cls({name: tensor.float() for name, tensor in tensors.items()})
+
+    def save(self, path: Path, more: dict[str, np.ndarray]) -> None:
+        """Half precision, which is finer than what the network knows; `more` goes into the file as it is."""
+        tensors = {name: tensor.half().contiguous() for name, tensor in self.tensors.items()}
+        path.write_bytes(save(tensors | {name: torch.from_numpy(array) for name, array in more.items()}))
 
     def logs(self, pooled: Tensor) -> Tensor:
         """f32 [n, 2]: log1p of the two numbers, what the network is trained for."""

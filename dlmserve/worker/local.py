@@ -14,6 +14,7 @@ from dlmserve.errors import ConfigError, WorkerError
 from dlmserve.messages import Command, Form
 from dlmserve.worker.build import build_engine
 from dlmserve.worker.engine import Engine, StepResult
+from dlmserve.worker.hidden_reader import HiddenReader
 from dlmserve.worker.parallel import make_group
 
 
@@ -72,6 +73,9 @@ class LocalInstance:
         for command in commands:
             self._engine.apply(command)
         return self._engine.step()
+
+    def read_hidden(self, reader: HiddenReader) -> None:
+        self._engine.hidden_reader = reader
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         self._tell(("logits", tokens))

@@ -21,6 +21,7 @@ FEATURES = (
     "prompt_length", "masks_before_end", "hidden_blocks", "hidden_steps",
 )  # fmt: skip
 STEP, UNMASKED, OUTPUT_LENGTH = map(FEATURES.index, ("step", "unmasked", "output_length"))
+HIDDEN_BLOCKS, HIDDEN_STEPS = map(FEATURES.index, ("hidden_blocks", "hidden_steps"))
 
 # Before anything was observed: LLaDA-8B on GSM8K, tokens per step with a dual cache (TeDiServe artifact).
 PUBLISHED_TOKENS_PER_STEP = {0.5: 6.58, 0.6: 5.65, 0.7: 4.77, 0.8: 3.89, 0.9: 3.02}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dlmserve.control.policy.predictions import FEATURES, OUTPUT_LENGTH, StepPredictor
+from dlmserve.control.policy.predictions import FEATURES, HIDDEN_BLOCKS, OUTPUT_LENGTH, StepPredictor
 from dlmserve.control.policy.step_table import StepTable
 from dlmserve.errors import ConfigError
 
@@ -28,8 +28,9 @@ FEATURE_SETS = {
     "output length": LENGTH,
     "+ progress": PROGRESS,
     "+ confidence": PUBLISHED,
-    "+ prompt length, end": WITHOUT_HIDDEN,
-    "+ hidden states": COLUMNS,
+    "+ confidence, hidden states": (*PUBLISHED, "hidden_blocks", "hidden_steps"),
+    "+ confidence, prompt length, end": WITHOUT_HIDDEN,
+    "all": COLUMNS,
 }
 REFRESH_TOKENS = (1, 2, 4, 8, 16, 32)
 NUM_TREES, DEPTH, LEARNING_RATE = 200, 6, 0.1
@@ -141,6 +142,8 @@ def errors_by_features(train: StepTable, held_out: StepTable, seed: int = 0) -> 
     """On `held_out`, of a predictor for each set of features."""
     errors = {}
     for name, columns in FEATURE_SETS.items():
+        if "hidden_blocks" in columns and np.isnan(train.features[:, HIDDEN_BLOCKS]).all():
+            continue
         if np.ptp(train.inputs[:, [COLUMNS.index(column) for column in columns]], axis=0).any():
             predicted = predict_rows(CatBoostPredictor.train(train, columns, seed), held_out)
         else:  # nothing to tell rows apart by
