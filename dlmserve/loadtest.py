@@ -141,9 +141,12 @@ class Server:
         return content
 
     async def counters(self) -> dict[str, float]:
-        """Those of COUNTERS, 0 where the server has none."""
-        async with self._session.get(f"{self._url}/metrics") as response:
-            text = await response.text()
+        """Those of COUNTERS, 0 where the server has none. Raises ConfigError where it is gone."""
+        try:
+            async with self._session.get(f"{self._url}/metrics") as response:
+                text = await response.text()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConfigError(f"the server at {self._url} went away during the test: {error}") from error
         values: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         for name, value in re.findall(r"^dlmserve_(\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
             if name in values:
