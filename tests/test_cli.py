@@ -82,6 +82,8 @@ def test_keys_may_come_from_a_file(tmp_path: Path) -> None:
         (["--port", "70000"], "--port is 70000; wanted 0 (any free port) to 65535"),
         (["--tp-layout", "1,x"], "--tp-layout is '1,x'; wanted TP degrees"),
         (["--tp-layout", "3"], "TP degree 3; wanted 1, 2, 4 or 8"),
+        (["--attention", "fast"], "--attention is 'fast'; wanted one of: auto, flash, varlen, sdpa"),
+        (["--memory-fraction", "1.5"], "--memory-fraction is 1.5; wanted above 0 and at most 1"),
         (["--cache", "some"], "--cache is 'some'; wanted one of: none, prefix, dual"),
         (["--config", "/nowhere.toml"], "--config /nowhere.toml cannot be read as TOML"),
         (["tiny"], "unexpected argument 'tiny'"),

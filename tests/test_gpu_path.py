@@ -27,8 +27,8 @@ PROMPTS = [[5, 9, 200, 31], [77] * 19, [3, 250, 8, 8, 90, 41, 17, 260, 111]]
 
 @pytest.fixture
 def make_form(golden_folder: Callable[[str], str]) -> Callable[..., Form]:
-    def make(page_size: int = 8, num_pages: int = 64, **more: object) -> Form:
-        spec = ModelSpec(golden_folder("llada/model_A"), "auto", "float32", MASK, [EOS])
+    def make(page_size: int = 8, num_pages: int = 64, family: str = "llada", **more: object) -> Form:
+        spec = ModelSpec(golden_folder(f"{family}/model_A"), "auto", "float32", MASK, [EOS])
         options = {"attention": "varlen", **more}
         return Form("i", 0, 1, [], "", spec, 512, 8, num_pages, page_size, 10.0, **options)  # type: ignore[arg-type]
 
@@ -78,11 +78,14 @@ MIXED = [
 ]
 
 
+@pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_gpus_step_unmasks_what_a_cpus_does(graphs: bool, make_form: Callable[..., Form]) -> None:
-    wanted = decode(build_engine(make_form(attention="sdpa"), "cpu", SOLO), MIXED)
+def test_a_gpus_step_unmasks_what_a_cpus_does(
+    graphs: bool, family: str, make_form: Callable[..., Form]
+) -> None:
+    wanted = decode(build_engine(make_form(family=family, attention="sdpa"), "cpu", SOLO), MIXED)
     device = FakeGpu()
-    engine = build_on(device, make_form(), SOLO, with_graphs=graphs)
+    engine = build_on(device, make_form(family=family), SOLO, with_graphs=graphs)
     assert decode(engine, MIXED) == wanted
     assert ("replay" in device.book) is graphs
 

@@ -18,6 +18,7 @@ from dlmserve.messages import (
     Admit,
     Cancel,
     Command,
+    Decoding,
     Failure,
     Release,
     RequestStep,
@@ -241,10 +242,16 @@ class Engine:
         return self._sampler.full_logits(self._runner.run([span], {})[0])
 
     def warm_up(self, num_tokens: int) -> None:
-        """One forward over as many masks: what is made on first use is there then, and its time is known."""
+        """A forward and a step over as many masks: what is made on first use is there then, and a forward's time
+        is known.
+        """
         began_at = time.perf_counter()
         self.logits([self._mask_id] * num_tokens).cpu()  # waits for a GPU
         self.token_s = (time.perf_counter() - began_at) / num_tokens
+        decoding = Decoding(block_length=num_tokens, cache="none")
+        self._admit(Admit(-1, [self._mask_id] * num_tokens, 0, num_tokens, num_tokens, decoding))
+        self.step()
+        self._remove(-1)
 
     def shards(self) -> list[Shard]:
         """Its weights, for the next engine of this rank."""
