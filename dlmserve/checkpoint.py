@@ -3,6 +3,7 @@
 Head and ranks both use it, so no torch here and no weights. Weights are `worker/weights.py`'s.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ ALIASES = {
 ARCHITECTURES = {"LLaDAModelLM": "llada", "DreamModel": "dream"}
 # config.json of LLaDA and Dream name the fill token as EOS; a chat answer ends with the turn's own end token.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
+NUM_SAMPLES, SAMPLE_BYTES = 16, 4096  # of each weight file, for its fingerprint
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,40 @@ def _download(model: str, repo_id: str) -> str:
             f"model '{model}' ({repo_id}) could not be had from the Hugging Face Hub: {error}. "
             "Give a local folder, or check the network, the name and your access token (HF_TOKEN)."
         ) from error
+
+
+def fingerprint(folder: str, with_weights: bool) -> str:
+    """Tells copies of a checkpoint from other checkpoints: config.json, and of each weight file its size, header
+    and samples from end to end. Not a proof against someone who wants to deceive: that would read every byte."""
+    digest = hashlib.sha256()
+    paths = [
+        Path(folder) / "config.json",
+        *sorted(Path(folder).glob("*.safetensors") if with_weights else []),
+    ]
+    for path in filter(Path.is_file, paths):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else size
+            file.seek(0)
+            digest.update(file.read(min(header_bytes + 8, size)))
+            for i in range(NUM_SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def find_copy(path: str, name: str, wanted: str, with_weights: bool, override: str | None) -> str:
+    """This node's folder of the head's checkpoint: `override`, or the head's own `path` where it exists here, or
+    what `name` (alias, Hub id) leads to. Raises CheckpointError for none, or one with another fingerprint."""
+    folder = override or (path if Path(path).is_dir() else resolve(name))
+    found = fingerprint(folder, with_weights)
+    if wanted and found != wanted:
+        raise CheckpointError(
+            f"the checkpoint at {folder} is not the head's (fingerprint {found[:12]}, wanted {wanted[:12]}); "
+            "copy the head's, or point `dlmserve join --model` to it"
+        )
+    return folder
 
 
 def read_json(folder: str, name: str, required: bool = False) -> dict:

@@ -15,6 +15,8 @@ EPILOG = """commands:
   serve     serve a model over HTTP (the default)
   generate  answer one prompt in the terminal, the canvas filling in as you watch
   bench     load test of a running server
+  join      this node's devices join a head
+  keygen    make the keys of the links between nodes
   simulate  policies on a simulated cluster of GPUs
   plan      which layout for which load
   profile   measure how long steps take here, for serve and simulate
@@ -58,6 +60,25 @@ def generate(argv: list[str]) -> int:
     from dlmserve.generate import run_generate
 
     return run_generate(args)
+
+
+def join(argv: list[str]) -> int:
+    from dlmserve.join import join_parser, run_join
+
+    return run_join(join_parser().parse(argv))
+
+
+def keygen(argv: list[str]) -> int:
+    parser = Parser(
+        prog="dlmserve keygen",
+        description="Makes head.key (for serve --keys) and node.key (for join --keys). Keep both secret.",
+    )
+    parser.add_argument("folder", help="where to write them; no key there is overwritten")
+    from dlmserve.keys import generate
+
+    for path in generate(parser.parse(argv).folder):
+        print(path)
+    return 0
 
 
 def simulate(argv: list[str]) -> int:
@@ -148,6 +169,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "generate": generate,
     "bench": bench,
+    "join": join,
+    "keygen": keygen,
     "simulate": simulate,
     "plan": plan,
     "profile": profile,

@@ -48,6 +48,7 @@ class ServerConfig:
     memory_fraction: float = 0.9
     attention: str = "auto"
     listen: str | None = None
+    keys: str | None = None
     drain_s: float = 30.0
     heartbeat_timeout_s: float = 10.0
     collective_timeout_s: float = 60.0
@@ -82,14 +83,15 @@ class ServerConfig:
                 )
         if not self.tp_layout:
             raise ConfigError("--tp-layout is empty; wanted at least one TP degree, e.g. 1,1,2")
-        if self.num_devices < sum(self.tp_layout):
+        if self.num_devices < sum(self.tp_layout) and not self.listen:  # other nodes may bring the rest
             layout = ",".join(map(str, self.tp_layout))
             raise ConfigError(
                 f"--tp-layout {layout} needs {sum(self.tp_layout)} devices but --devices is {self.devices}"
             )
-        for name in ("max_num_seqs", "max_queue", "page_size", "num_devices"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag(name)} is {getattr(self, name)}; wanted at least 1")
+        least = {"max_num_seqs": 1, "max_queue": 1, "page_size": 1, "num_devices": 0 if self.listen else 1}
+        for name, wanted in least.items():
+            if getattr(self, name) < wanted:
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)}; wanted at least {wanted}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"--memory-fraction is {self.memory_fraction}; wanted above 0 and at most 1")
         for name in ("tp_degrees", "tp_layout"):

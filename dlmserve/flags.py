@@ -83,6 +83,8 @@ FLAGS = [
     _flag("devices", "page_size", "N", "tokens in a page of KV memory", **_INTEGER),
     _flag("devices", "memory_fraction", "X", "part of each GPU's memory that a rank may fill", **_NUMBER),
     _flag("devices", "attention", "NAME", "auto, flash, varlen or sdpa"),
+    _flag("nodes", "listen", "tcp://ADDRESS:PORT", "where other nodes join (default: nowhere)"),
+    _flag("nodes", "keys", "FILE", "head.key, made by `dlmserve keygen`; needed beyond loopback"),
     _flag("decoding", "block_length", "N", "default block length (default: the model's, or 32)", **_INTEGER),
     _flag(
         "decoding",

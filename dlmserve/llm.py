@@ -90,7 +90,7 @@ class LLM:
             tp_rank=0,
             tp_degree=tp_degree,
             plan_endpoints=[],
-            store_path="",
+            key="",
             model=spec,
             max_model_len=self._max_len,
             max_num_seqs=max_num_seqs,

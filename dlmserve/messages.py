@@ -4,9 +4,9 @@ Knows nothing about sockets, torch or scheduling. Instances are named once per f
 never used twice), so a message about a dead formation is recognised by its name alone.
 
 Directions:   head -> rank    Form, Dissolve, Command (Admit, SetThreshold, SetRefresh, Release, Cancel),
-                              Shutdown
+                              Introduce, Shutdown
               rank -> head    RankHello, Formed, FormFailed, Dissolved, StepReport, Heartbeat
-              head <-> agent  AgentHello, RankExited, Heartbeat, RestartRank, Shutdown
+              head <-> agent  AgentHello, RankExited, NodeLeft, Heartbeat, RestartRank, Introduce, Shutdown
               leader -> follower  RunStep, Leave
 """
 
@@ -16,7 +16,7 @@ import msgspec
 
 from dlmserve.errors import DlmServeError, NotFinite, OutOfPages, ProtocolError, WorkerError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 CacheMode = Literal["none", "prefix", "dual"]
 RuleName = Literal["threshold", "factor", "steps"]
@@ -143,13 +143,15 @@ class StepReport(Message, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank must know to load the model; the folder is found by each node itself."""
+    """What a rank must know to load the model; each node finds the folder itself."""
 
-    path: str
+    path: str  # the head's
     load_format: Literal["auto", "dummy"]
     dtype: str  # "auto" | "float32" | "bfloat16" | "float16"
     mask_id: int
     eos_ids: list[int]
+    name: str = ""  # alias, Hub id or folder, for a node where `path` is not
+    fingerprint: str = ""  # of the head's copy; a node's must be the same
 
 
 class Form(Message, frozen=True):
@@ -159,7 +161,7 @@ class Form(Message, frozen=True):
     tp_rank: int
     tp_degree: int
     plan_endpoints: list[str]  # by tp_rank: where that rank listens for its leader
-    store_path: str  # rendezvous file of this formation
+    key: str  # of this formation only, whichever head made it: names its rendezvous and its plans
     model: ModelSpec
     max_model_len: int
     max_num_seqs: int
@@ -236,8 +238,22 @@ class Heartbeat(Message, frozen=True):
     generation: int
 
 
+class Introduce(Message, frozen=True):
+    """From a head that does not know the peer (it may be another head than before): leave whatever you are
+    in, and say hello."""
+
+
+class NodeLeft(Message, frozen=True):
+    """The node's agent ends, and its ranks with it."""
+
+    node: str
+    reason: str
+
+
 class Shutdown(Message, frozen=True):
-    pass
+    """`reason`: why the peer is sent away; empty where everything ends."""
+
+    reason: str = ""
 
 
 class RestartRank(Message, frozen=True):
@@ -258,8 +274,10 @@ class Leave(Message, frozen=True):
     """Leader to followers: the instance is dissolved."""
 
 
-ToHead = RankHello | RankExited | AgentHello | Heartbeat | Formed | FormFailed | Dissolved | StepReport
-ToPeer = Form | Dissolve | Command | Heartbeat | RestartRank | Shutdown
+ToHead = (
+    RankHello | RankExited | AgentHello | NodeLeft | Heartbeat | Formed | FormFailed | Dissolved | StepReport
+)
+ToPeer = Form | Dissolve | Command | Heartbeat | RestartRank | Introduce | Shutdown
 ToFollower = RunStep | Leave
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,41 +1,66 @@
 """The ZeroMQ sockets: ROUTER (head), DEALER (agents, ranks), PUSH and PULL (leader to followers).
 
-Owns socket options, framing and addresses. Knows nothing of what the messages mean. A socket belongs to
-the thread that made it.
+Owns socket options, framing, addresses and the keys' use. Knows nothing of what the messages mean. A socket
+belongs to the thread that made it.
 
 A peer's identity is `node:device:generation` (an agent's `node:agent`), given when it connects; a peer
 that restarted under the same identity takes the old one's place.
 """
 
 import asyncio
+import hmac
 import ipaddress
 from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from dlmserve.errors import ConfigError, WorkerError
+from dlmserve.keys import Keys
 from dlmserve.messages import Message, ToFollower, ToHead, ToPeer, decode, encode
 
 HIGH_WATER_MARK = 1000  # messages a socket holds for one peer
 PLAN_LINGER_MS = 1000  # a leader's last word (Leave) is still sent after its socket is closed
 MAX_IPC_PATH = 107  # sockaddr_un.sun_path, less its final zero
+# Over TCP a peer may vanish without a word: a link that is silent for so long is closed and made anew.
+LINK_PING_MS, LINK_TIMEOUT_MS = 2000, 6000
+LINK_RETRY_MS, MAX_LINK_RETRY_MS = 200, 2000
+AUTH_DOMAIN = "dlmserve"
+REFUSALS = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class Router:
-    """The head's end: one socket, all peers. Lives on the running asyncio loop."""
+    """The head's end of one address: one socket, all peers. Lives on the running asyncio loop.
 
-    def __init__(self, endpoints: list[str]) -> None:
+    With keys only peers that have the node's secret key get in.
+    """
+
+    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
         """Raises ConfigError for an address that cannot be bound, or that must not be without keys."""
-        for endpoint in endpoints:
-            check_endpoint(endpoint)
+        check_endpoint(endpoint, has_keys=keys is not None)
         self._context = zmq.asyncio.Context()
+        self._guard: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         _set_common(self._socket)
-        for endpoint in endpoints:
-            self._bind(endpoint)
+        if keys:
+            # Without this CURVE takes any client; the callback counts only for the socket's own domain. A thread,
+            # as pyzmq's asyncio one misses requests that come while it starts.
+            self._guard = ThreadAuthenticator(zmq.Context(shadow=self._context))
+            self._guard.start()
+            self._guard.configure_curve_callback(AUTH_DOMAIN, _Doorkeeper(keys.peer))
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+            self._socket.setsockopt_string(zmq.ZAP_DOMAIN, AUTH_DOMAIN)
+        self._monitor = self._socket.get_monitor_socket(REFUSALS)
+        self._bind(endpoint)
 
     def _bind(self, endpoint: str) -> None:
         try:
@@ -65,18 +90,46 @@ class Router:
         message = decode(rest[-1] if rest else b"", "head")
         return identity.decode(errors="replace"), message  # type: ignore[return-value]
 
+    async def refusal(self) -> str:
+        """Why the next peer that does not get in does not."""
+        event = parse_monitor_message(await self._monitor.recv_multipart())  # type: ignore[misc]
+        return {
+            zmq.Event.HANDSHAKE_FAILED_AUTH: "its key is not the nodes' key",
+            zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it has no key, or not this head's public key",
+        }.get(event["event"], "the handshake broke off")
+
     def close(self) -> None:
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        if self._guard:
+            self._guard.stop()
         self._socket.close(linger=0)
         self._context.term()
+
+
+class _Doorkeeper:
+    """Whether a client's public key is the nodes'. Its form is what pyzmq's authenticator calls."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._key)
 
 
 class Dealer:
     """An agent's or a rank's end: one connection to the head, kept up by ZeroMQ itself."""
 
-    def __init__(self, endpoint: str, identity: str) -> None:
+    def __init__(self, endpoint: str, identity: str, keys: Keys | None = None) -> None:
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         _set_common(self.socket)
+        if keys:
+            self.socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.peer)
+            self.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+            self.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
         self.socket.connect(endpoint)
 
     def send(self, message: Message) -> None:
@@ -106,11 +159,11 @@ class Dealer:
 class PlanSender:
     """The leader's end of an instance: the same message to every follower, in order.
 
-    Each carries the instance's name, so that a follower never takes a plan of a formation that is over.
+    Each carries the formation's key, so that a follower never takes a plan of one that is over.
     """
 
-    def __init__(self, instance: str, endpoints: list[str]) -> None:
-        self._name = instance.encode()
+    def __init__(self, formation: str, endpoints: list[str]) -> None:
+        self._name = formation.encode()
         self._sockets = [zmq.Context.instance().socket(zmq.PUSH) for _ in endpoints]
         for socket, endpoint in zip(self._sockets, endpoints, strict=True):
             _set_common(socket)
@@ -130,21 +183,21 @@ class PlanSender:
 
 
 class PlanReceiver:
-    """A follower's end, bound once for the life of its process; hears one instance at a time."""
+    """A follower's end, bound once for the life of its process; hears one formation at a time."""
 
     def __init__(self, endpoint: str) -> None:
         check_endpoint(endpoint)
-        self.instance = ""
+        self.formation = ""
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         _set_common(self.socket)
         self.socket.bind(endpoint)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self, timeout_s: float) -> ToFollower | None:
-        """The next message of `self.instance`; None where there is none within `timeout_s`."""
+        """The next message of `self.formation`; None where there is none within `timeout_s`."""
         while self.socket.poll(timeout_s * 1000):
             name, data = self.socket.recv_multipart()
-            if name.decode() == self.instance:
+            if name.decode() == self.formation:
                 return decode(data, "follower")  # type: ignore[return-value]
         return None
 
@@ -152,8 +205,8 @@ class PlanReceiver:
         self.socket.close(linger=0)
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError for what is neither ipc nor loopback tcp: links are not encrypted yet."""
+def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
+    """Raises ConfigError for what is neither ipc nor tcp, and for tcp beyond loopback without keys."""
     parts = urlsplit(endpoint)
     if parts.scheme == "ipc":
         path = endpoint.removeprefix("ipc://")
@@ -164,10 +217,10 @@ def check_endpoint(endpoint: str) -> None:
             )
     elif parts.scheme != "tcp" or not parts.hostname:
         raise ConfigError(f"address {endpoint!r} is neither ipc://PATH nor tcp://ADDRESS:PORT")
-    elif not _is_loopback(parts.hostname):
+    elif not has_keys and not _is_loopback(parts.hostname):
         raise ConfigError(
-            f"will not listen on {endpoint}: anyone who reaches it could take the server over, and there are "
-            "no CURVE keys; listen on tcp://127.0.0.1 and join through an SSH tunnel"
+            f"{endpoint} is not on loopback and there are no CURVE keys: anyone who reaches it could take "
+            "the server over; make keys with `dlmserve keygen` and give --keys"
         )
 
 
@@ -182,3 +235,7 @@ def _set_common(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, LINK_PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LINK_TIMEOUT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, LINK_RETRY_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_LINK_RETRY_MS)

@@ -6,7 +6,11 @@ the special tokens below, and the model path "broken", make it misbehave. Run li
 
 import argparse
 import os
+import signal
+import sys
 
+from dlmserve import keys
+from dlmserve.keys import Keys
 from dlmserve.messages import (
     PROTOCOL_VERSION,
     Admit,
@@ -19,6 +23,8 @@ from dlmserve.messages import (
     Formed,
     FormFailed,
     Heartbeat,
+    Introduce,
+    NodeLeft,
     RankHello,
     RequestStep,
     Shutdown,
@@ -36,9 +42,10 @@ STEP_TIMES = [(1, 1, 0.01), (100_000, 1, 0.01)]  # a step takes 10 ms, whatever 
 class FakeRank:
     """Only leaders (tp_rank 0) step."""
 
-    def __init__(self, head: str, node: str, device: int) -> None:
-        self.dealer = Dealer(head, f"{node}:{device}:1")
-        self.dealer.send(RankHello(PROTOCOL_VERSION, node, device, 1, os.getpid(), "cpu", f"plan{device}"))
+    def __init__(self, head: str, node: str, device: int, own_keys: Keys | None) -> None:
+        self.dealer = Dealer(head, f"{node}:{device}:1", own_keys)
+        self.hello = RankHello(PROTOCOL_VERSION, node, device, 1, os.getpid(), "cpu", f"plan{device}")
+        self.dealer.send(self.hello)
         self.form: Form | None = None
         self.residents: dict[int, Admit] = {}
         self.canvases: dict[int, list[int]] = {}
@@ -58,6 +65,9 @@ class FakeRank:
             case Dissolve(instance) if self.form and self.form.instance == instance:
                 self.dealer.send(Dissolved(instance, self.form.tp_rank))
                 self.residents.clear()
+            case Introduce():
+                self.residents.clear()
+                self.dealer.send(self.hello)
             case Admit(request, canvas):
                 if canvas[0] == DEADLY:
                     os._exit(1)
@@ -92,18 +102,36 @@ class FakeRank:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("head", "node", "device", "run-dir"):
+    for name in ("head", "node", "device", "run-dir", "keys"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--devices", type=int)
     args = parser.parse_args()
     die_with_parent()
-    agent = Dealer(args.head, f"{args.node}:agent")
-    agent.send(AgentHello(PROTOCOL_VERSION, args.node, args.devices, os.getpid()))
-    ranks = [FakeRank(args.head, args.node, device) for device in range(args.devices)]
-    while not any(isinstance(message, Shutdown) for message in agent.drain()):
-        agent.send(Heartbeat(args.node, -1, 0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    own_keys = keys.read(args.keys, "node") if args.keys else None
+    agent = Dealer(args.head, f"{args.node}:agent", own_keys)
+    hello = AgentHello(PROTOCOL_VERSION, args.node, args.devices, os.getpid())
+    agent.send(hello)
+    ranks = [FakeRank(args.head, args.node, device, own_keys) for device in range(args.devices)]
+    try:
+        live(agent, hello, ranks)
+    finally:
+        agent.send(NodeLeft(args.node, "it was told to leave"))
+        agent.close(linger_s=1.0)
+
+
+def live(agent: Dealer, hello: AgentHello, ranks: list[FakeRank]) -> None:
+    """Until the head says Shutdown. Each heartbeat of the agent has an answer, which paces them."""
+    while True:
+        for message in agent.drain():
+            match message:
+                case Shutdown():
+                    return
+                case Introduce():
+                    agent.send(hello)
+        agent.send(Heartbeat(hello.node, -1, 0))
         for device, rank in enumerate(ranks):
-            rank.dealer.send(Heartbeat(args.node, device, 1))
+            rank.dealer.send(Heartbeat(hello.node, device, 1))
             for message in rank.dealer.drain():
                 rank.obey(message)
             rank.step()

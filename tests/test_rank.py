@@ -85,7 +85,7 @@ class Instance:
                 tp_rank=tp_rank,
                 tp_degree=self.size,
                 plan_endpoints=self.plan_endpoints,
-                store_path=f"{self.head.run_dir}/{self.name}.store",
+                key=self.name,
                 model=models[tp_rank] if models else MODEL,
                 max_model_len=512,
                 max_num_seqs=4,

@@ -27,7 +27,7 @@ def endpoint(tmp_path: Path) -> str:
 
 def test_head_and_peer_hear_each_other(endpoint: str) -> None:
     async def story() -> None:
-        router, peer = Router([endpoint]), Dealer(endpoint, "n:0:1")
+        router, peer = Router(endpoint), Dealer(endpoint, "n:0:1")
         peer.send(Heartbeat("n", 0, 1))
         assert await router.receive() == ("n:0:1", Heartbeat("n", 0, 1))
         router.send("n:0:1", Cancel(7))
@@ -40,7 +40,7 @@ def test_head_and_peer_hear_each_other(endpoint: str) -> None:
 
 def test_a_peer_drains_all_that_waits_in_order(endpoint: str) -> None:
     async def story() -> None:
-        router, peer = Router([endpoint]), Dealer(endpoint, "n:0:1")
+        router, peer = Router(endpoint), Dealer(endpoint, "n:0:1")
         peer.send(Heartbeat("n", 0, 1))
         await router.receive()
         for request in range(3):
@@ -58,7 +58,7 @@ def test_a_peer_drains_all_that_waits_in_order(endpoint: str) -> None:
 
 def test_sending_to_nobody_says_so(endpoint: str) -> None:
     async def story() -> None:
-        router = Router([endpoint])
+        router = Router(endpoint)
         with pytest.raises(WorkerError, match="Cancel did not reach n:3:1"):
             router.send("n:3:1", Cancel(7))
         router.close()
@@ -68,7 +68,7 @@ def test_sending_to_nobody_says_so(endpoint: str) -> None:
 
 def test_a_peer_that_stopped_reading_does_not_block_the_head(endpoint: str) -> None:
     async def story() -> None:
-        router, peer = Router([endpoint]), Dealer(endpoint, "n:0:1")
+        router, peer = Router(endpoint), Dealer(endpoint, "n:0:1")
         peer.send(Heartbeat("n", 0, 1))
         await router.receive()
         with pytest.raises(WorkerError, match="did not reach"):
@@ -82,7 +82,7 @@ def test_a_peer_that_stopped_reading_does_not_block_the_head(endpoint: str) -> N
 
 def test_a_restarted_peer_takes_its_identity_over(endpoint: str) -> None:
     async def story() -> None:
-        router = Router([endpoint])
+        router = Router(endpoint)
         for life in range(20):
             peer = Dealer(endpoint, "n:agent")
             peer.send(Heartbeat("n", -1, life))
@@ -99,7 +99,7 @@ def test_messages_keep_coming_while_the_head_sends(endpoint: str) -> None:
     """A send may swallow the edge that announces a message: the next receive must find it all the same."""
 
     async def story() -> None:
-        router, peer = Router([endpoint]), Dealer(endpoint, "n:0:1")
+        router, peer = Router(endpoint), Dealer(endpoint, "n:0:1")
         peer.send(Heartbeat("n", 0, 0))
         await router.receive()
         for round_number in range(1, 200):
@@ -117,7 +117,7 @@ def test_messages_keep_coming_while_the_head_sends(endpoint: str) -> None:
 
 def test_bytes_that_are_no_message_are_refused_and_the_next_one_is_heard(endpoint: str) -> None:
     async def story() -> None:
-        router, peer = Router([endpoint]), Dealer(endpoint, "n:0:1")
+        router, peer = Router(endpoint), Dealer(endpoint, "n:0:1")
         peer.socket.send(b"GET / HTTP/1.1")
         peer.socket.send_multipart([b"", encode(Cancel(1))])  # not for a head
         peer.send(Heartbeat("n", 0, 1))
@@ -136,7 +136,7 @@ def test_an_address_in_use_is_an_error_that_names_it() -> None:
         holder = zmq.Context.instance().socket(zmq.ROUTER)
         port = holder.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
-            Router([f"tcp://127.0.0.1:{port}"])
+            Router(f"tcp://127.0.0.1:{port}")
         holder.close(linger=0)
 
     run(story())
@@ -170,7 +170,7 @@ def test_every_follower_hears_every_plan_in_order(tmp_path: Path) -> None:
     for plan in plans:
         leader.send(plan, LIMIT_S)
     for follower in followers:
-        follower.instance = "i0.1"
+        follower.formation = "i0.1"
         assert [follower.receive(LIMIT_S) for _ in plans] == plans
         assert follower.receive(0) is None
         follower.close()
@@ -180,7 +180,7 @@ def test_every_follower_hears_every_plan_in_order(tmp_path: Path) -> None:
 def test_a_follower_ignores_the_plans_of_a_formation_that_is_over(tmp_path: Path) -> None:
     follower = PlanReceiver(f"ipc://{tmp_path}/plan.sock")
     old, new = PlanSender("i0.1", [follower.endpoint]), PlanSender("i0.2", [follower.endpoint])
-    follower.instance = "i0.2"
+    follower.formation = "i0.2"
     old.send(Leave(), LIMIT_S)
     new.send(RunStep([]), LIMIT_S)
     old.send(Leave(), LIMIT_S)
@@ -192,7 +192,7 @@ def test_a_follower_ignores_the_plans_of_a_formation_that_is_over(tmp_path: Path
 
 def test_a_leaders_last_word_arrives_though_it_closes_at_once(tmp_path: Path) -> None:
     follower = PlanReceiver(f"ipc://{tmp_path}/plan.sock")
-    follower.instance = "i0.1"
+    follower.formation = "i0.1"
     leader = PlanSender("i0.1", [follower.endpoint])
     leader.send(Leave(), LIMIT_S)
     leader.close()

@@ -49,13 +49,15 @@ from dlmserve.control.policy.request import CancelOutcome, RequestSpec, Sink, Su
 from dlmserve.control.policy.scheduler import TICK_S, Scheduler
 from dlmserve.control.predictor import make_predictor
 from dlmserve.control.predictor_files import choose_predictor
-from dlmserve.control.wire import FormMaker, agent_identity, to_event
+from dlmserve.control.wire import LOCAL_NODE, FormMaker, agent_identity, to_event
 from dlmserve.errors import ConfigError, RequestError, Unavailable, WorkerError
+from dlmserve.keys import read as read_keys
 from dlmserve.messages import (
     AgentHello,
     Dissolve,
     Formed,
     Message,
+    NodeLeft,
     RankExited,
     Shutdown,
     StepReport,
@@ -63,7 +65,6 @@ from dlmserve.messages import (
 )
 from dlmserve.messages import RestartRank as RestartRankMessage
 
-LOCAL_NODE = "local"
 STOP_S = 5.0  # for an agent and its ranks to end when asked to
 
 log = logging.getLogger("dlmserve.head")
@@ -90,7 +91,9 @@ class Head:
             eos_ids=info.eos_ids,
         )
         self._observer = Observer(self._scheduler, config, metrics)
+        self._forms = FormMaker(config, info, self.predictor_choice.hidden_reader)
         self._metrics = metrics
+        self._agent: LocalAgent | None = None
         self._sinks: dict[int, Sink] = {}
         self._numbers = itertools.count(1)
         self._pending: deque[Action] = deque()  # decided, not yet performed
@@ -109,17 +112,16 @@ class Head:
         self._ready = asyncio.get_running_loop().create_future()
         self._ticked_at = time.monotonic()
         self._run_dir = self._config.run_dir or tempfile.mkdtemp(prefix="dlmserve-")
-        self._forms = FormMaker(self._config, self._info, self._run_dir, self.predictor_choice.hidden_reader)
         endpoint = f"ipc://{self._run_dir}/head.sock"
         try:
-            self._links = Links(
-                [endpoint, *([self._config.listen] if self._config.listen else [])], self._on_message
-            )
+            keys = read_keys(self._config.keys, "head") if self._config.keys else None
+            self._links = Links(endpoint, self._config.listen, keys, self._on_message)
         except ConfigError:
             self._remove_run_dir()
             raise
-        self._agent = LocalAgent(self._agent_command(endpoint), self._on_agent_exit)
-        self._agent.start()
+        if self._config.num_devices:
+            self._agent = LocalAgent(self._agent_command(endpoint), self._on_agent_exit)
+            self._agent.start()
         if self._predictor:
             self._predictor.start()
         if self._planner:
@@ -178,14 +180,15 @@ class Head:
             _tell(sink.on_error, Unavailable("the server stops"))
         self._ticking.cancel()
         await self._links.stop_receiving()
-        for node in self._scheduler.cluster.nodes:
-            self._links.send(agent_identity(node), Shutdown())
         if self._predictor:
             self._predictor.stop()
         if self._planner:
             await self._planner.stop()
-        # An agent that has not said hello yet cannot be asked.
-        await self._agent.stop(STOP_S if LOCAL_NODE in self._scheduler.cluster.nodes else 0.0)
+        if self._agent:  # nodes that joined wait for the next head
+            can_be_asked = LOCAL_NODE in self._scheduler.cluster.nodes  # it has said hello
+            if can_be_asked:
+                self._links.send(agent_identity(LOCAL_NODE), Shutdown())
+            await self._agent.stop(STOP_S if can_be_asked else 0.0)
         self._links.close()
         self._remove_run_dir()
 
@@ -223,8 +226,13 @@ class Head:
         if peer := sender(message):
             self._peers.hear(peer, now)
         match message:
-            case AgentHello(_, node) if node == LOCAL_NODE:
+            case AgentHello(_, node) if node == LOCAL_NODE and self._agent:
                 self._agent.greeted()
+            case AgentHello(_, node, num_devices):
+                log.info("node %s joins with %d devices", node, num_devices)
+            case NodeLeft(node, reason):
+                self._lose_node(node, reason)
+                return
             case StepReport():
                 self._steps.hear(message.instance, now)
                 self._observer.on_report(message)
@@ -263,15 +271,20 @@ class Head:
     def _lose_silent(self, now: float) -> None:
         cluster = self._scheduler.cluster
         ranks = [rank.id for rank in cluster.ranks.values() if rank.state != "down"]
-        limits_s = dict.fromkeys([*ranks, *cluster.nodes], self._config.heartbeat_timeout_s)
+        limits_s = dict.fromkeys([*cluster.nodes, *ranks], self._config.heartbeat_timeout_s)
         for peer, silent_s in self._peers.silent(limits_s, now):
             reason = f"no heartbeat for {silent_s:.1f} s"
-            if isinstance(peer, RankId):
+            if not isinstance(peer, RankId):
+                self._lose_node(peer, reason)
+            elif peer[:2] in cluster.ranks:  # not gone with its node just now
                 self._feed(RankLost(peer, reason, exited=False))
-                continue
-            self._feed(NodeLost(peer, reason))
-            if peer == LOCAL_NODE:
-                self._agent.kill()
+
+    def _lose_node(self, node: str, reason: str) -> None:
+        log.error("node %s is lost: %s", node, reason)
+        self._links.forget(node)
+        self._feed(NodeLost(node, reason))
+        if node == LOCAL_NODE and self._agent:
+            self._agent.kill()
 
     def _lose_hung(self, now: float) -> None:
         """Heartbeats come from threads of their own: a rank may send them and hang inside a step."""
@@ -283,6 +296,7 @@ class Head:
 
     def _on_agent_exit(self, reason: str, hopeless: bool) -> None:
         log.error("%s; starting it again", reason)
+        self._links.forget(LOCAL_NODE)
         self._feed(NodeLost(LOCAL_NODE, reason))
         if hopeless and self._ready and not self._ready.done():
             self._ready.set_exception(
@@ -348,13 +362,7 @@ class Head:
                 for rank, form in self._forms.forms(action, self._scheduler.cluster):
                     self._send_rank(rank, form)
             case DissolveInstance(instance, told, reason, lost):
-                log.log(
-                    logging.ERROR if lost else logging.INFO,
-                    "instance %s is %s: %s",
-                    instance,
-                    "lost" if lost else "dissolved",
-                    reason,
-                )
+                log.warning("instance %s is %s: %s", instance, "lost" if lost else "dissolved", reason)
                 for rank in told:
                     self._send_rank(rank, Dissolve(instance))
             case RestartRank(rank, reason):

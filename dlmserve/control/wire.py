@@ -3,12 +3,16 @@
 Pure translation; knows neither sockets nor clocks.
 """
 
-from dlmserve.checkpoint import ModelInfo
+import secrets
+from pathlib import Path
+
+from dlmserve.checkpoint import ModelInfo, fingerprint
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import Cluster, RankId
 from dlmserve.control.policy.events import (
     Event,
     FormInstance,
+    NodeLost,
     NodeUp,
     RankFormed,
     RankLeft,
@@ -25,11 +29,14 @@ from dlmserve.messages import (
     FormFailed,
     Heartbeat,
     ModelSpec,
+    NodeLeft,
     RankExited,
     RankHello,
     StepReport,
     ToHead,
 )
+
+LOCAL_NODE = "local"  # the head's own machine; its processes end with it
 
 
 def agent_identity(node: str) -> str:
@@ -52,6 +59,8 @@ def to_event(message: ToHead) -> Event | None:
             return RankLost(RankId(node, device, generation), reason, exited=True)
         case AgentHello():
             return NodeUp(message.node, message.num_devices)
+        case NodeLeft(node, reason):
+            return NodeLost(node, reason)
         case Heartbeat():
             return None
 
@@ -59,8 +68,9 @@ def to_event(message: ToHead) -> Event | None:
 class FormMaker:
     """What every formation of this server has in common."""
 
-    def __init__(self, config: ServerConfig, info: ModelInfo, run_dir: str, hidden_reader: str) -> None:
-        self._config, self._run_dir, self._hidden_reader = config, run_dir, hidden_reader
+    def __init__(self, config: ServerConfig, info: ModelInfo, hidden_reader: str) -> None:
+        self._config, self._hidden_reader = config, hidden_reader
+        self._life = secrets.token_hex(4)  # no other head names formations like this one
         self._max_model_len = config.max_model_len or info.max_model_len
         self._model = ModelSpec(
             path=info.path,
@@ -68,6 +78,8 @@ class FormMaker:
             dtype=config.dtype,
             mask_id=info.mask_id,
             eos_ids=list(info.eos_ids),
+            name=info.path if Path(config.model).is_dir() else config.model,
+            fingerprint=fingerprint(info.path, with_weights=config.load_format != "dummy"),
         )
 
     def forms(self, action: FormInstance, cluster: Cluster) -> list[tuple[RankId, Form]]:
@@ -83,7 +95,7 @@ class FormMaker:
             tp_rank=tp_rank,
             tp_degree=len(plan_endpoints),
             plan_endpoints=plan_endpoints,
-            store_path=f"{self._run_dir}/{instance}.store",
+            key=f"{self._life}-{instance}",
             model=self._model,
             max_model_len=self._max_model_len,
             max_num_seqs=self._config.max_num_seqs,

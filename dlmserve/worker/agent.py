@@ -7,6 +7,7 @@ find out what to do from the head. An agent that goes, or loses its head, takes 
 import argparse
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,14 @@ from functools import partial
 
 import zmq
 
-from dlmserve.errors import WorkerError
+from dlmserve import keys
+from dlmserve.errors import ConfigError, WorkerError
 from dlmserve.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     Heartbeat,
+    Introduce,
+    NodeLeft,
     RankExited,
     RestartRank,
     Shutdown,
@@ -33,6 +37,10 @@ YOUNG_S = 20.0  # a rank that ends earlier failed to start; the next one waits l
 MAX_BACKOFF_S = 30.0
 MAX_LINE_BYTES = 65536
 RANK_COMMAND = [sys.executable, "-m", "dlmserve.worker.rank"]
+
+
+class Left(Exception):
+    """The node leaves its head of its own accord."""
 
 
 class RankProcess:
@@ -93,11 +101,16 @@ class Agent:
         device: str,
         run_dir: str,
         rank_command: list[str] = RANK_COMMAND,
+        keys_file: str | None = None,
+        model: str | None = None,
+        head_silence_s: float | None = None,
     ) -> None:
         self._head, self._node, self._num_devices = head, node, num_devices
         self._device, self._run_dir, self._rank_command = device, run_dir, rank_command
+        self._keys_file, self._model = keys_file, model
+        self._head_silence_s = HEAD_SILENCE_S if head_silence_s is None else head_silence_s
         self._env = rank_environment(num_devices)
-        self._dealer = Dealer(head, f"{node}:agent")
+        self._dealer = Dealer(head, f"{node}:agent", keys.read(keys_file, "node") if keys_file else None)
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], None]] = {}
         self._ranks: dict[int, RankProcess] = {}  # by device; none while its restart waits
@@ -107,8 +120,11 @@ class Agent:
         self._stopping = False
 
     def run(self) -> None:
-        """Until the head says Shutdown. Raises WorkerError where the head falls silent."""
-        self._dealer.send(AgentHello(PROTOCOL_VERSION, self._node, self._num_devices, os.getpid()))
+        """Until the head says Shutdown, or `Left` is raised by a signal handler.
+
+        Raises WorkerError where the head falls silent or sends this node away.
+        """
+        self._say_hello()
         self._watch(self._dealer.socket, self._obey_head)
         self._starts = {device: (0.0, 1) for device in range(self._num_devices)}
         try:
@@ -117,14 +133,21 @@ class Agent:
                 for source, _ in self._poller.poll(self._wait_ms(time.monotonic())):
                     if handler := self._handlers.get(source):
                         handler()
+        except Left:
+            self._dealer.send(NodeLeft(self._node, "it was told to leave"))
+            raise
         finally:
             self._kill_ranks()
             self._dealer.close(linger_s=1.0)
 
+    def _say_hello(self) -> None:
+        self._dealer.send(AgentHello(PROTOCOL_VERSION, self._node, self._num_devices, os.getpid()))
+
     def _do_what_is_due(self, now: float) -> None:
-        if now - self._heard_at > HEAD_SILENCE_S:
+        if now - self._heard_at > self._head_silence_s:
             raise WorkerError(
-                f"no word from the head at {self._head} for {HEAD_SILENCE_S:g} s; does it still run?"
+                f"no word from the head at {self._head} for {self._head_silence_s:g} s; does it run, and does "
+                "it know this node's key?"
             )
         if now >= self._beat_at:
             self._dealer.send(Heartbeat(self._node, -1, 0))
@@ -148,6 +171,8 @@ class Agent:
             "run-dir": self._run_dir,
             "parent": os.getpid(),
         }
+        options |= {"keys": self._keys_file} if self._keys_file else {}
+        options |= {"model": self._model} if self._model else {}
         flags = [f"--{name}={value}" for name, value in options.items()]
         rank = RankProcess(device, generation, self._rank_command + flags, self._env)
         self._ranks[device] = rank
@@ -158,8 +183,12 @@ class Agent:
         self._heard_at = time.monotonic()
         for message in self._dealer.drain():
             match message:
-                case Shutdown():
+                case Shutdown(reason):
+                    if reason:
+                        raise WorkerError(f"the head at {self._head} sends this node away: {reason}")
                     self._stopping = True
+                case Introduce():
+                    self._say_hello()
                 case RestartRank(_, device, generation):
                     rank = self._ranks.get(device)
                     if rank and rank.generation == generation:
@@ -203,6 +232,12 @@ class Agent:
             rank.process.kill()
         for rank in self._ranks.values():
             rank.close()
+
+
+def check_name(node: str) -> None:
+    """Raises ConfigError for what cannot be the name of a node that joins."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", node) or node == "local":
+        raise ConfigError(f"--name is '{node}'; wanted letters, digits, '.', '_' or '-', and not 'local'")
 
 
 def backoff_s(num_young_deaths: int) -> float:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 
+from dlmserve.keys import Keys
 from dlmserve.messages import Heartbeat
 from dlmserve.transport import Dealer
 
@@ -37,7 +38,7 @@ def leave_signals_to_head() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def start_heartbeat(endpoint: str, identity: str, beat: Heartbeat) -> None:
+def start_heartbeat(endpoint: str, identity: str, beat: Heartbeat, keys: Keys | None) -> None:
     """Send `beat` every second for the life of the process, from a thread with a connection of its own.
 
     It says that the process runs, not that its work advances: a step may take long, and one that hangs is the
@@ -45,7 +46,7 @@ def start_heartbeat(endpoint: str, identity: str, beat: Heartbeat) -> None:
     """
 
     def send_forever() -> None:
-        dealer = Dealer(endpoint, f"{identity}:hb")
+        dealer = Dealer(endpoint, f"{identity}:hb", keys)
         while True:
             dealer.send(beat)
             time.sleep(HEARTBEAT_S)

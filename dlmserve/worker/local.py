@@ -38,14 +38,14 @@ class LocalInstance:
         self._pending: list[Command] = []
         if form.tp_degree > 1:
             form = self._start_followers(form, device)
-        self._group = make_group(form.store_path, 0, form.tp_degree, device, form.collective_timeout_s)
+        self._group = make_group(form.key, 0, form.tp_degree, device, form.collective_timeout_s)
         self._engine = build_engine(form, device, self._group)
 
     def _start_followers(self, form: Form, device: str) -> Form:
         from msgspec.structs import replace
 
         folder = tempfile.mkdtemp(prefix="dlmserve-")
-        form = replace(form, store_path=os.path.join(folder, "store"))
+        form = replace(form, key=os.path.join(folder, "store"))
         context = get_context("spawn")
         for rank in range(1, form.tp_degree):
             ours, theirs = context.Pipe()
@@ -111,7 +111,7 @@ def _follow(pipe: Connection, form: Form, device: str) -> None:
     """A child rank: the same engine on the same orders, until the pipe is closed."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // form.tp_degree))  # ranks share the cores
-    group = make_group(form.store_path, form.tp_rank, form.tp_degree, device, form.collective_timeout_s)
+    group = make_group(form.key, form.tp_rank, form.tp_degree, device, form.collective_timeout_s)
     engine: Engine = build_engine(form, device, group)
     while True:
         try:

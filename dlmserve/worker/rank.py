@@ -12,8 +12,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
+from dlmserve import keys
+from dlmserve.checkpoint import find_copy
 from dlmserve.errors import DlmServeError, OutOfMemory, WorkerError
 from dlmserve.messages import (
     PROTOCOL_VERSION,
@@ -22,6 +26,7 @@ from dlmserve.messages import (
     Formed,
     FormFailed,
     Heartbeat,
+    Introduce,
     RankHello,
     Shutdown,
 )
@@ -53,17 +58,25 @@ class Rank:
         build_engine: BuildEngine,
         kept: "KeptShards",
         step_times: StepTimes,
+        hello: RankHello,
+        model: str | None,
     ) -> None:
+        """`model`: the folder of this node's copy of the model; None: what the head names."""
         self._head, self._plans, self._device, self._kept = head, plans, device, kept
+        self._hello, self._model = hello, model
         self._make_group, self._build_engine, self._step_times = make_group, build_engine, step_times
         self._is_new = True  # in no instance yet: time to measure, which a regroup must not wait for
 
     def run(self) -> None:
         """Raises SystemExit when the head says Shutdown."""
+        self._head.send(self._hello)
         while True:
             match self._head.receive():
                 case Form() as form:
                     self._join(form)
+                    self._head.send(self._hello)  # the head may be another one by now
+                case Introduce():
+                    self._head.send(self._hello)
                 case Shutdown():
                     raise SystemExit
             # whatever else arrives was meant for an instance that is gone
@@ -75,8 +88,9 @@ class Rank:
         formed, why = False, ""
         try:
             group = self._make_group(
-                form.store_path, form.tp_rank, form.tp_degree, self._device, form.collective_timeout_s
+                form.key, form.tp_rank, form.tp_degree, self._device, form.collective_timeout_s
             )
+            form = self._with_own_copy(form)
             engine = self._build_engine(form, self._device, group, self._kept)
             load_s = time.monotonic() - began_at
             points, source = self._step_times(form, self._device, group, engine, self._is_new)
@@ -105,6 +119,13 @@ class Rank:
         left = Dissolved if formed else FormFailed
         self._head.send(left(form.instance, form.tp_rank, why))
 
+    def _with_own_copy(self, form: Form) -> Form:
+        """Raises CheckpointError where this node's model is not the head's."""
+        model = form.model
+        with_weights = model.load_format != "dummy"
+        folder = find_copy(model.path, model.name, model.fingerprint, with_weights, self._model)
+        return replace(form, model=replace(model, path=folder))
+
 
 def is_device_usable(device: str, error: Exception) -> bool:
     """Whether the process can form another instance after this error.
@@ -126,6 +147,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--generation", type=int, required=True, help="how often this rank was started")
     parser.add_argument("--run-dir", required=True, help="folder for sockets")
     parser.add_argument("--parent", type=int, required=True, help="pid of the agent")
+    parser.add_argument("--keys", help="file of the node's keys")
+    parser.add_argument("--model", help="folder of this node's copy of the model")
     args = parser.parse_args(argv)
     die_with_parent(args.parent)
     leave_signals_to_head()
@@ -144,13 +167,19 @@ def main(argv: list[str] | None = None) -> None:
         torch.cuda.set_device(args.device)
         torch.empty(1, device=args.device)  # makes the context now, not while an instance is formed
     identity = f"{args.node}:{args.index}:{args.generation}"
-    head = Dealer(args.head, identity)
+    own_keys = keys.read(args.keys, "node") if args.keys else None
+    head = Dealer(args.head, identity, own_keys)
     plans = PlanReceiver(f"ipc://{args.run_dir}/plan-{os.getpid()}.sock")
     me = (args.node, args.index, args.generation)
-    head.send(RankHello(PROTOCOL_VERSION, *me, os.getpid(), args.device, plans.endpoint))
-    start_heartbeat(args.head, identity, Heartbeat(*me))
+    hello = RankHello(PROTOCOL_VERSION, *me, os.getpid(), args.device, plans.endpoint)
+    start_heartbeat(args.head, identity, Heartbeat(*me), own_keys)
+
+    def meet(key: str, *group: Any) -> "Group":
+        return make_group(os.path.join(args.run_dir, f"{key}.store"), *group)
+
     try:
-        Rank(head, plans, args.device, make_group, build_engine, KeptShards(), step_times).run()
+        kept = KeptShards()
+        Rank(head, plans, args.device, meet, build_engine, kept, step_times, hello, args.model).run()
     except SystemExit:
         os._exit(0)  # at once: no thread of torch, NCCL or ZeroMQ is waited for
 

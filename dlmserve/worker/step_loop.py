@@ -16,6 +16,7 @@ from dlmserve.messages import (
     Dissolve,
     Failure,
     Form,
+    Introduce,
     Leave,
     Release,
     RequestStep,
@@ -66,7 +67,7 @@ def lead(form: Form, engine: Engine, head: Dealer) -> None:
 
     Raises SystemExit on Shutdown, WorkerError where a peer is lost, and whatever the engine raises.
     """
-    followers = PlanSender(form.instance, form.plan_endpoints[1:])
+    followers = PlanSender(form.key, form.plan_endpoints[1:])
     timer = StepTimer()
     unsent: list[StepReport] = []  # of the last step: the head hears of it while the next one runs
     try:
@@ -94,7 +95,7 @@ def follow(form: Form, engine: Engine, head: Dealer, plans: PlanReceiver) -> Non
 
     Raises like `lead`.
     """
-    plans.instance = form.instance
+    plans.formation = form.key
     poller = zmq.Poller()
     poller.register(plans.socket, zmq.POLLIN)
     poller.register(head.socket, zmq.POLLIN)
@@ -115,7 +116,7 @@ def follow(form: Form, engine: Engine, head: Dealer, plans: PlanReceiver) -> Non
 
 
 def receive_commands(form: Form, head: Dealer, wait: bool) -> list[Command] | None:
-    """All that the head has sent, in order; None: the instance is dissolved.
+    """All that the head has sent, in order; None: the instance is dissolved, or of a head that is gone.
 
     Blocks only where `wait` is set, until there is a message. Raises SystemExit on Shutdown.
     """
@@ -128,6 +129,8 @@ def receive_commands(form: Form, head: Dealer, wait: bool) -> list[Command] | No
             case Admit() | SetThreshold() | SetRefresh() | Release() | Cancel():
                 commands.append(message)
             case Dissolve(instance) if instance == form.instance:
+                return None
+            case Introduce():
                 return None
             case Shutdown():
                 raise SystemExit
