@@ -105,7 +105,7 @@ def fingerprint(folder: str, with_weights: bool) -> str:
 def find_copy(path: str, name: str, wanted: str, with_weights: bool, override: str | None) -> str:
     """This node's folder of the head's checkpoint: `override`, or the head's own `path` where it exists here, or
     what `name` (alias, Hub id) leads to. Raises CheckpointError for none, or one with another fingerprint."""
-    folder = override or (path if Path(path).is_dir() else resolve(name))
+    folder = override or (path if Path(path).is_dir() else resolve(name or path))
     found = fingerprint(folder, with_weights)
     if wanted and found != wanted:
         raise CheckpointError(
