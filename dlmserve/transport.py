@@ -59,6 +59,7 @@ class Router:
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
             self._socket.setsockopt_string(zmq.ZAP_DOMAIN, AUTH_DOMAIN)
+            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody at the door: nobody gets in
         self._monitor = self._socket.get_monitor_socket(REFUSALS)
         self._bind(endpoint)
 

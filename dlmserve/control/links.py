@@ -52,6 +52,9 @@ class Links:
             except ConfigError:
                 self._local.close()
                 raise
+            log.info(
+                "nodes may join at %s, %s", remote, "with keys" if keys else "from this machine, without keys"
+            )
         self._tasks = [asyncio.create_task(self._receive_forever(self._local))]
         if self._remote:
             self._tasks.append(asyncio.create_task(self._receive_forever(self._remote)))
