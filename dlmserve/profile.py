@@ -116,7 +116,7 @@ def _form(args: argparse.Namespace, info: ModelInfo, degree: int, max_len: int) 
         tp_rank=0,
         tp_degree=degree,
         plan_endpoints=[],
-        store_path="",
+        key="",
         model=spec,
         max_model_len=max_len,
         max_num_seqs=args.max_num_seqs,
