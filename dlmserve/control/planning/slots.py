@@ -25,10 +25,10 @@ class Held(NamedTuple):
 class Slots(NamedTuple):
     """One node's part of the program."""
 
-    degrees: list[int]  # of each slot
+    degrees: np.ndarray  # of each slot
     used: Any
-    gpus: Any
-    stays: list[tuple[Any, list[int]]]  # for each present instance: m, and the slots that it may be in
+    gpus: Any  # [GPUs, slots]
+    num_kept: Any
 
 
 def most_kept(
@@ -44,42 +44,37 @@ def most_kept(
         for node, num_gpus in enumerate(nodes)
     ]
     for degree in degrees:
-        slots = [part.used[i] for part in parts for i, each in enumerate(part.degrees) if each == degree]
-        constraints.append(sum(slots) == wanted[degree])
-    kept = [cp.sum(m) for part in parts for m, _ in part.stays]
-    goal = -sum(kept) if kept else cp.Constant(0.0)
+        constraints.append(sum(cp.sum(part.used[part.degrees == degree]) for part in parts) == wanted[degree])
+    goal = -sum(part.num_kept for part in parts)
     if minimise(goal, constraints, Clock(time_limit_s), gap=0.0, abs_gap=0.99) == "infeasible":
         return None
     return [
         Held(node, tuple(np.flatnonzero(part.gpus.value[:, slot] > 0.5).tolist()))
         for node, part in enumerate(parts)
-        for slot in range(len(part.degrees))
-        if part.used.value[slot] > 0.5
+        for slot in np.flatnonzero(part.used.value > 0.5)
     ]
 
 
 def _node(num_gpus: int, degrees: list[int], held: list[Held], constraints: list[Any]) -> Slots:
+    """`degrees`: of the slots, as many of each as fit; the first slot is a dummy of none."""
     import cvxpy as cp
 
-    of_slot = [degree for degree in degrees for _ in range(num_gpus // degree)]
-    used = cp.Variable(max(len(of_slot), 1), boolean=True)
-    gpus = cp.Variable((num_gpus, max(len(of_slot), 1)), boolean=True)
-    if not of_slot:
-        return Slots([], used, gpus, [])
+    of_slot = np.array([0] + [degree for degree in degrees for _ in range(num_gpus // degree)])
+    used = cp.Variable(len(of_slot), boolean=True)
+    gpus = cp.Variable((num_gpus, len(of_slot)), boolean=True)
     constraints += [
-        cp.sum(gpus, axis=0) == cp.multiply(np.array(of_slot), used),
+        cp.sum(gpus, axis=0) == cp.multiply(of_slot, used),
         cp.sum(gpus, axis=1) <= 1,
+        used <= of_slot,
     ]
-    alike = [i for i in range(len(of_slot) - 1) if of_slot[i] == of_slot[i + 1]]
-    if alike:
-        constraints.append(used[alike] >= used[[i + 1 for i in alike]])
-    stays = []
-    for instance in held:
-        slots = [i for i, degree in enumerate(of_slot) if degree == len(instance.gpus)]
-        if not slots:
-            continue
-        m = cp.Variable(len(slots), boolean=True)
-        constraints += [cp.sum(m) <= 1, m <= used[slots]]
-        constraints += [m <= gpus[gpu, slots] for gpu in instance.gpus]
-        stays.append((m, slots))
-    return Slots(of_slot, used, gpus, stays)
+    alike = np.flatnonzero(of_slot[:-1] == of_slot[1:])
+    if alike.size:
+        constraints.append(used[alike] >= used[alike + 1])
+    if not held:
+        return Slots(of_slot, used, gpus, 0.0)
+    stays = cp.Variable((len(held), len(of_slot)), boolean=True)
+    fits = np.array([[len(each.gpus) == degree for degree in of_slot] for each in held])
+    holds = np.array([[float(gpu in each.gpus) for each in held] for gpu in range(num_gpus)])
+    # Each GPU is held by one instance at most, so this is m[i, l] <= a[g, l] for the GPUs of i.
+    constraints += [cp.sum(stays, axis=1) <= 1, stays <= fits, holds @ stays <= gpus]
+    return Slots(of_slot, used, gpus, cp.sum(stays))
