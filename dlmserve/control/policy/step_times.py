@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_KNOTS = 8
-PULL = 0.003
+PULL = 0.02
 
 
 class StepTime(NamedTuple):
