@@ -7,7 +7,10 @@ from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.pace import Pace
 
 COSTS = CostModel.from_profile(
-    {"source": "test", "step_s": {degree: [[1, 0.01], [256, 0.01], [4352, 0.11]] for degree in ("1", "2")}}
+    {
+        "source": "test",
+        "step_s": {degree: [[1, 1, 0.01], [256, 1, 0.01], [4352, 1, 0.11]] for degree in ("1", "2")},
+    }
 )
 
 
