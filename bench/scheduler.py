@@ -39,7 +39,7 @@ OUTPUT_FILE = "bench/results/scheduler.json"
 class Load:
     """A scheduler whose every instance is full, and what its instances report next."""
 
-    def __init__(self, policy: str, num_instances: int) -> None:
+    def __init__(self, policy: str, num_instances: int, asks_predictor: bool = False) -> None:
         options = POLICY_OPTIONS.get(policy, {})
         config = ServerConfig(
             tp_layout=(1,) * num_instances,
@@ -48,7 +48,9 @@ class Load:
             max_num_seqs=NUM_RESIDENTS,
             max_resident_tokens=10**9,
         )
-        self.scheduler = Scheduler(config, make_policy(config), MASK, max_model_len=4096)
+        self.scheduler = Scheduler(
+            config, make_policy(config), MASK, max_model_len=4096, asks_predictor=asks_predictor
+        )
         self._numbers = itertools.count()
         self._sequence = itertools.count()
         self._feed(NodeUp("n", num_instances))
@@ -74,13 +76,13 @@ class Load:
         self.scheduler.on_event(now, event)
         return time.thread_time() - began_at
 
-    def report(self, name: str, num_finished: int) -> StepDone:
-        """Four tokens for each resident; the first `num_finished` of them are done then."""
+    def report(self, name: str, num_finished: int, num_tokens: int = 4) -> StepDone:
+        """`num_tokens` unmasked for each resident; the first `num_finished` of them are done then."""
         steps = []
         for i, number in enumerate(self.scheduler.cluster.instances[name].residents):
             request = self.scheduler.requests[number]
             first = PROMPT + request.num_unmasked
-            chosen = list(range(first, min(first + 4, PROMPT + OUTPUT)))
+            chosen = list(range(first, min(first + num_tokens, PROMPT + OUTPUT)))
             finished = "length" if i < num_finished or chosen[-1] == PROMPT + OUTPUT - 1 else ""
             block = (first - PROMPT) // BLOCK
             values = [0.9] * len(chosen)
