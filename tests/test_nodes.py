@@ -171,9 +171,9 @@ def test_a_node_that_stands_still_is_taken_out_and_joins_anew_when_it_goes_on(tm
 
             clients = [Client(stop_once), Client(stop_once)]
             for client in clients:
-                head.submit(spec(400), client)
+                head.submit(spec(120), client)
             summaries = [(await client.end)[1] for client in clients]
-            assert all(sorted(client.tokens) == list(range(4, 404)) for client in clients)
+            assert all(sorted(client.tokens) == list(range(4, 124)) for client in clients)
             assert max(len(summary.instances) for summary in summaries) == 2, (
                 "none was on the node that stood still"
             )
@@ -266,12 +266,12 @@ def test_a_link_that_is_cut_costs_no_request_and_heals(tmp_path, key_files, name
             await until(lambda: served_by(head) == ["dlms-a", "dlms-b"])
             clients = [Client(), Client()]
             for client in clients:
-                head.submit(spec(600), client)
+                head.submit(spec(120), client)
             await until(lambda: all(client.tokens for client in clients))
             set_link("dlms-a", "down")
             for client in clients:
                 await client.end
-                assert sorted(client.tokens) == list(range(4, 604))
+                assert sorted(client.tokens) == list(range(4, 124))
             await until(lambda: node_names(head) == ["dlms-b"])
             set_link("dlms-a", "up")
             subprocess.run(["ip", "addr", "replace", "10.213.1.1/24", "dev", "veth-dlms-a"], check=True)
