@@ -3,14 +3,16 @@
 import sys
 import time
 
-from dlmserve.worker import build, engine, rank
+from dlmserve.messages import Form
+from dlmserve.transport import Dealer
+from dlmserve.worker import rank
+from dlmserve.worker.step_loop import Engine, lead
 
 HANGS_IN_STEP = 5
 
 
-def build_hanging_engine(*args: object, **more: object) -> engine.Engine:
-    built = build_engine(*args, **more)  # type: ignore[arg-type]
-    launch, num_steps = built.launch, 0
+def lead_and_hang(form: Form, engine: Engine, head: Dealer) -> None:
+    launch, num_steps = engine.launch, 0
 
     def launch_or_hang() -> None:
         nonlocal num_steps
@@ -19,12 +21,11 @@ def build_hanging_engine(*args: object, **more: object) -> engine.Engine:
             time.sleep(3600)
         launch()
 
-    built.launch = launch_or_hang  # type: ignore[method-assign]
-    return built
+    engine.launch = launch_or_hang  # type: ignore[method-assign]
+    lead(form, engine, head)
 
 
 if __name__ == "__main__":
-    build_engine = build.build_engine
     if {"--index=0", "--generation=1"} <= set(sys.argv):
-        build.build_engine = build_hanging_engine
+        rank.lead = lead_and_hang
     rank.main()
