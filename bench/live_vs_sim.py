@@ -133,7 +133,7 @@ def main() -> None:
                 print(json.dumps(results[-1]), flush=True)
         finally:
             process.terminate()
-            process.communicate()
+            process.wait()
     if args.json:
         report.write(args.json, args.seed, results)
 

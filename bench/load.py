@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Queue, get_context
 from multiprocessing.synchronize import Event
@@ -138,6 +139,8 @@ def start_server(args: list[str]) -> tuple[subprocess.Popen, str, float]:
     assert process.stdout
     for line in process.stdout:
         if found := re.search(r"serving \S+ on (http://\S+)", line):
+            # A full pipe would stop the server at its next log line.
+            threading.Thread(target=process.stdout.read, daemon=True).start()
             return process, found[1], time.perf_counter() - began
         if time.perf_counter() - began > READY_LIMIT_S:
             break
@@ -158,7 +161,7 @@ def main() -> None:
         result = asyncio.run(measure(base, min(args.clients, 1000), args.seed))
     finally:
         process.terminate()
-        process.communicate()
+        process.wait()
     result |= {"ready_s": ready_s, "exit_status": process.returncode}
     print(json.dumps(result, indent=1))
     if args.json:

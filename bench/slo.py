@@ -50,7 +50,7 @@ def servers(policies: list[str], flags: list[str], slo_s: float, seed: int) -> I
         urls = {}
         for policy in policies:
             process, urls[policy], _ = start_server([*SERVER, "--policy", policy, *flags])
-            stack.callback(process.communicate)
+            stack.callback(process.wait)
             stack.callback(process.terminate)
             measure(urls[policy], tasks.problems("test", WARM_UP, seed + 1), WARM_UP_RPS, slo_s, seed + 1)
         yield urls
