@@ -261,10 +261,21 @@ def test_predictions_are_asked_for_on_arrival_and_after_eight_more_tokens() -> N
     told = []
     for seq in range(5):
         tokens = {4 + 2 * seq + i: 7 for i in range(2)}
-        told.append(story.report(0.1, "i0.1", seq, make_step(1, tokens, block=seq // 2)))
+        now = 0.2 * (seq + 1)
+        told.append(story.report(now, "i0.1", seq, make_step(1, tokens, block=seq // 2)))
+        told.append(story.at(now + 0.1, Tick()))
     asked = [(i, a) for i, actions in enumerate(told) for a in actions if isinstance(a, Predict)]
-    assert [i for i, _ in asked] == [3]
+    assert [i for i, _ in asked] == [2 * 3 + 1], "by the tick after the fourth report"
     assert asked[0][1].progress[0].confidences == (0.5,) * 8
+
+
+def test_what_comes_due_within_a_tenth_of_a_second_is_asked_for_at_once() -> None:
+    story = Story(CostModel.from_profile(LINEAR), True, policy="tediserve")
+    story.serve()
+    spec = make_spec(num_blocks=1)
+    told = [a for i in range(4) for a in story.arrive(0.02 * i, i, spec)] + story.at(0.11, Tick())
+    asked = [[p.request for p in action.progress] for action in told if isinstance(action, Predict)]
+    assert asked == [[0], [1, 2, 3]]
 
 
 def test_a_prediction_counts_from_the_step_it_was_made_at_and_late_ones_are_ignored() -> None:

@@ -61,7 +61,7 @@ def test_it_learns_the_speed_of_a_threshold_and_shifts_the_unused_ones_along() -
 def test_it_learns_how_early_answers_end() -> None:
     average = HistoricalAverage()
     for _ in range(300):
-        average.observe_finish(0.25)
+        average.observe_finish(0.25, 20)
     early, late = average.predict(
         features(
             [
@@ -87,6 +87,6 @@ def test_predictions_are_positive_and_finite_whatever_was_seen(steps: list[tuple
     average = HistoricalAverage()
     for threshold, tokens in steps:
         average.observe_step(threshold, tokens)
-        average.observe_finish(1 / tokens)
+        average.observe_finish(1 / tokens, 1)
     predicted = average.predict(features([make_progress([0.5] * 64), make_progress([])]), THRESHOLDS)
     assert np.isfinite(predicted).all() and (predicted >= 1).all()

@@ -32,6 +32,7 @@ REFRESH_HOLD_S = 3.0  # between two changes of the refresh lever
 REFRESH_HYSTERESIS = 0.7  # of the supply that must do before the lever is let go
 REFRESH_PAYS = 0.95  # the work that is left with it, at most, as a share of the work without
 INEFFICIENCY = 1.05  # cost per token that a batch may have over the cheapest
+TURNAROUND_STEPS = 2  # that a seat stays empty: the next step has begun when the head hears of the free seat
 
 
 class Dlmserve(SloPolicy):
@@ -92,11 +93,12 @@ class Dlmserve(SloPolicy):
     def _free(self, view: View, room: list[Room]) -> np.ndarray:
         """(KV pages, tokens of canvases, tokens of a step) that each instance still takes, float [room, 3]."""
         free = np.array([(each.pages, each.tokens, np.inf) for each in room]).reshape(len(room), 3)
+        taken_in_turn = 1 + TURNAROUND_STEPS / view.history.steps_per_request
         if self.options["efficient_batch"]:
             for row, each in zip(free, room, strict=True):
                 if each.instance.residents:
                     most = view.costs.efficient_tokens(each.instance.tp_degree, INEFFICIENCY)
-                    row[2] = most - self._batches[each.instance.slot.index]
+                    row[2] = taken_in_turn * most - self._batches[each.instance.slot.index]
         return free
 
     def _step_s(self, view: View) -> float:

@@ -112,6 +112,7 @@ class HistoricalAverage:
         self._means: tuple[bytes, int, np.ndarray] | None = None  # (thresholds, age, tokens per step)
         self._num_finished = PRIOR_REQUESTS
         self._used = PRIOR_REQUESTS  # sum over finished requests of the share of the output that was used
+        self._steps = PRIOR_REQUESTS * PRIOR_STEPS  # and of their steps
 
     def observe_step(self, threshold: float, num_unmasked: int) -> None:
         self._num_observed += 1
@@ -121,11 +122,21 @@ class HistoricalAverage:
         if seen[0] > MAX_STEPS:
             seen[0], seen[1] = seen[0] / 2, seen[1] / 2
 
-    def observe_finish(self, share_used: float) -> None:
+    def observe_finish(self, share_used: float, num_steps: int) -> None:
         self._num_finished += 1
         self._used += share_used
+        self._steps += num_steps
         if self._num_finished > 200:
-            self._num_finished, self._used = self._num_finished / 2, self._used / 2
+            self._num_finished, self._used, self._steps = (
+                self._num_finished / 2,
+                self._used / 2,
+                self._steps / 2,
+            )
+
+    @property
+    def steps_per_request(self) -> float:
+        """Of the answers of late."""
+        return self._steps / self._num_finished
 
     @property
     def share_used(self) -> float:

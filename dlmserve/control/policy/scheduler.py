@@ -139,7 +139,7 @@ class Scheduler:
         self.requests[request.number] = request
         self._waiting.add(request)
         self.reconfigurer.arrived(now, request)
-        yield from self.steering.arrived(request)
+        self.steering.arrived(request)
         yield from self._place_waiting(now)
 
     def _refusal(self, request: RequestState) -> DlmServeError | None:
@@ -198,7 +198,7 @@ class Scheduler:
             if failure.request in instance.residents:
                 self._forget(self.requests[failure.request])
                 yield Fail(failure.request, failure.error)
-        yield from self.steering.stepped(report, instance, stepped)
+        self.steering.stepped(report, instance, stepped)
         for number in report.released:
             if number in instance.residents:
                 yield from self._released(now, self.requests[number])

@@ -23,7 +23,7 @@ from dlmserve.messages import Release, RequestStep, SetRefresh, SetThreshold, St
 
 # Tokens unmasked between two predictions: the most whose error is within 5% of predicting at every token.
 REFRESH_TOKENS = 8
-HISTORY_S = 0.1  # at least, between two predictions from the history
+PREDICT_S = 0.1  # at least, between two rounds of predictions: steps of small models are far shorter
 
 
 class Steering:
@@ -51,7 +51,7 @@ class Steering:
             waiting=waiting,
         )
         self.errors = PredictionErrors()
-        self._due: dict[int, RequestState] = {}  # to be predicted from the history
+        self._due: dict[int, RequestState] = {}  # to be predicted
         self._predicted_at = -np.inf
 
     def formed(self, event: RankFormed) -> None:
@@ -62,17 +62,17 @@ class Steering:
 
     # ---- what happens to requests
 
-    def arrived(self, request: RequestState) -> Iterator[Action]:
+    def arrived(self, request: RequestState) -> None:
         self.view.work.add(request, self._usual_steps([request])[0])
         self.view.load_changed = True
-        yield from self._ask([request])
+        self._make_due([request])
 
     def ended(self, request: RequestState, finished: bool) -> None:
         self.view.work.remove(request.number)
         self._due.pop(request.number, None)
         self.view.load_changed = True
         if finished:
-            self.view.history.observe_finish(request.num_unmasked / request.output_length)
+            self.view.history.observe_finish(request.num_unmasked / request.output_length, request.steps)
             self.errors.finished(request)
         self.errors.forget(request.number)
 
@@ -93,9 +93,7 @@ class Steering:
         if request.spec.decoding.rule == "threshold":
             self.view.history.observe_step(step.threshold, len(step.positions))
 
-    def stepped(
-        self, report: StepReport, instance: Instance, requests: list[RequestState]
-    ) -> Iterator[Action]:
+    def stepped(self, report: StepReport, instance: Instance, requests: list[RequestState]) -> None:
         """The live ones among a report's requests, after the step is applied to each."""
         if report.num_tokens:
             step_s = report.duration_s + report.idle_s
@@ -106,28 +104,27 @@ class Steering:
         if requests:
             self.view.work.proceed(requests)
         if self._policy.wants_predictions:
-            yield from self._ask([each for each in requests if _is_due(each)])
+            self._make_due([each for each in requests if _is_due(each)])
 
     # ---- predictions
 
-    def _ask(self, requests: list[RequestState]) -> Iterator[Action]:
-        if not requests or not self._policy.wants_predictions:
-            return
-        for request in requests:
-            request.num_unmasked_at_refresh = request.num_unmasked
-        if self._asks:
-            yield Predict(tuple(request.progress() for request in requests))
-        else:
-            self._due.update({request.number: request for request in requests})
+    def _make_due(self, requests: list[RequestState]) -> None:
+        if self._policy.wants_predictions:
+            for request in requests:
+                request.num_unmasked_at_refresh = request.num_unmasked
+                self._due[request.number] = request
 
-    def _predict_due(self, now: float) -> None:
-        """From the history, all that are due in one batch."""
-        if not self._due or now < self._predicted_at + HISTORY_S:
+    def _predict_due(self, now: float) -> Iterator[Action]:
+        """All that are due in one batch."""
+        if not self._due or now < self._predicted_at + PREDICT_S:
             return
         self._predicted_at = now
         requests = list(self._due.values())
         self._due.clear()
-        self._take(requests, [request.steps for request in requests], self._usual_steps(requests))
+        if self._asks:
+            yield Predict(tuple(request.progress() for request in requests))
+        else:
+            self._take(requests, [request.steps for request in requests], self._usual_steps(requests))
 
     def predicted(self, event: Predicted) -> None:
         """Those that are over by now are left out."""
@@ -162,7 +159,7 @@ class Steering:
     def decide(self, now: float, may_control: bool) -> Iterator[Action]:
         """Performs what the policy wants done; says nothing that an instance knows already."""
         if may_control:
-            self._predict_due(now)
+            yield from self._predict_due(now)
         decision = self._policy.control(now, self.view) if may_control else None
         decision = decision or self._policy.decide(now, self.view)
         self.view.changed_slots.clear()
