@@ -11,6 +11,7 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -168,7 +169,7 @@ class Clients:
                 if data == "[DONE]":
                     whole = finish and all(min(tokens) + i in tokens for i in range(prefix))
                     return text, "" if whole else "it ended with masks left or without a reason", ""
-                chunk = json.loads(data) if data else {"choices": []}
+                chunk: dict[str, Any] = json.loads(data) if data else {"choices": []}
                 if "error" in chunk:
                     return text, "", chunk["error"]["code"]
                 step = chunk.get("dlm") or {}

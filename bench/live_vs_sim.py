@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.loadtest import Run, Shot, fire, poisson_times
 from dlmserve.messages import RequestStep
 from dlmserve.profiles import read_profile
-from dlmserve.simulation.recorded import RecordedStep, Recording
+from dlmserve.simulation.recorded import Course, RecordedStep, Recording
 from dlmserve.simulation.results import Ledger
 from dlmserve.simulation.scenarios import get_scenario
 from dlmserve.simulation.workloads import Job
@@ -41,12 +42,13 @@ SLO_S = 60.0  # nothing is judged by it here
 WARM_UP = 40  # requests
 
 
-def record(prompts: list[str]) -> tuple[list[Job], list[dict[float, list[RecordedStep]]]]:
+def record(prompts: list[str]) -> tuple[list[Job], list[Mapping[float, Course]]]:
     """Each prompt decoded alone: its job (arrival still 0), and its course."""
     llm = LLM("tiny", device="cpu")
     assert llm.tokenizer
     params = DecodingParams(gen_length=OUTPUT, block_length=BLOCK, threshold=THRESHOLD)
-    jobs, courses = [], []
+    jobs: list[Job] = []
+    courses: list[Mapping[float, Course]] = []
     for prompt in prompts:
         ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}])
         course: list[RecordedStep] = []
@@ -67,7 +69,11 @@ def record(prompts: list[str]) -> tuple[list[Job], list[dict[float, list[Recorde
 
 
 def play(
-    times: list[float], jobs: list[Job], courses: list[dict], profile: dict, overhead_s: float
+    times: list[float],
+    jobs: list[Job],
+    courses: list[Mapping[float, Course]],
+    profile: dict,
+    overhead_s: float,
 ) -> Ledger:
     """The same arrivals in the simulator."""
     arrived = [replace(job, arrived_at=at_s) for job, at_s in zip(jobs, times, strict=True)]

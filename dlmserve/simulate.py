@@ -57,7 +57,7 @@ def simulate(
 ) -> dict:
     """One run as the JSON schema has it. `profile`: measured step times instead of the scenario's preset."""
     make_costs = None if profile is None else partial(CostModel.from_profile, profile)
-    ledger = Simulator(config, scenario, seed, predictor, time.perf_counter, make_costs).run()
+    ledger = Simulator(config, scenario, seed, predictor, time.perf_counter, make_costs=make_costs).run()
     options = {
         "cost_model": scenario.cost_model if profile is None else profile["source"],
         "predictor": predictor,

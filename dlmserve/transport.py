@@ -10,6 +10,7 @@ that restarted under the same identity takes the old one's place.
 import asyncio
 import hmac
 import ipaddress
+from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
@@ -93,7 +94,7 @@ class Router:
 
     async def refusal(self) -> str:
         """Why the next peer that does not get in does not."""
-        event = parse_monitor_message(await self._monitor.recv_multipart())  # type: ignore[misc]
+        event: dict[str, Any] = parse_monitor_message(await self._monitor.recv_multipart())  # type: ignore[misc,assignment]
         return {
             zmq.Event.HANDSHAKE_FAILED_AUTH: "its key is not the nodes' key",
             zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it has no key, or not this head's public key",

@@ -45,7 +45,7 @@ class BlockTimes:
         ]
         self.degree, self.level, self.concurrency = np.array(self.modes).T
         steps = block_length / np.array(problem.tokens_per_step)  # of a block, at each threshold
-        costs = CostModel.from_profile({"source": "planner", "step_s": problem.step_s})
+        costs = CostModel.from_points(problem.step_s, "planner")
         self.tau_s = np.array(
             [
                 steps[level] * _step_s(costs, degree, m, 1 / steps[level], self.mean_canvas, block_length)

@@ -63,7 +63,7 @@ def _load(problem: Problem) -> _Load:
     )
     slo_s = np.array([np.inf if each.slo_s is None else each.slo_s for each in classes])
     degree, batch = np.array([(d, b) for d in problem.tp_degrees for b in BATCH_TOKENS]).T
-    costs = CostModel.from_profile({"source": "planner", "step_s": problem.step_s})
+    costs = CostModel.from_points(problem.step_s, "planner")
     step_s = np.array([costs.step_s(int(d), float(b)) for d, b in zip(degree, batch, strict=True)])
     return _Load(rps, outputs / problem.block_length, prompts + outputs, slo_s, degree, batch, step_s)
 

@@ -216,6 +216,14 @@ class CostModel:
             raise ConfigError("the profile holds no TP degree; delete it and profile again")
         return model
 
+    @classmethod
+    def from_points(cls, points: Mapping[int, Sequence[tuple[float, float]]], source: str) -> "CostModel":
+        """What `points` gave for each TP degree: (packed tokens, seconds), linear in between."""
+        return cls(
+            {degree: Curve([n for n, _ in each], [s for _, s in each]) for degree, each in points.items()},
+            source,
+        )
+
     def knows(self, tp_degree: int) -> bool:
         """Whether this degree's step times were measured here; a preset's were not."""
         return tp_degree in self._learnt
@@ -249,7 +257,7 @@ class CostModel:
         return self._curve(tp_degree).step_s_many(num_tokens)
 
     def points(self, tp_degree: int) -> list[tuple[float, float]]:
-        """The curve of a TP degree, as `from_profile` takes it. One never seen is corrected as its neighbour."""
+        """The curve of a TP degree, as `from_points` takes it. One never seen is corrected as its neighbour."""
         curve = self._curve(tp_degree)
         seen = [degree for degree in self._curves if self._curves[degree].is_observed]
         if curve.is_observed or not seen:
