@@ -163,6 +163,6 @@ def test_a_profile_is_what_the_simulator_goes_by(tmp_path):
     file.write_text(json.dumps({"source": "here", "step_s": {"1": [[32, 1, 0.5], [8192, 8, 0.5]]}}))
     arguments = ["--policy", "infaas", "--rps", "0.01", "--requests", "2", "--predictor", "average"]
     assert main(["simulate", *arguments, "--profile", str(file), "--json", str(out)]) == 0
-    [run] = json.loads(out.read_text())
+    run = json.loads(out.read_text())
     assert run["options"]["cost_model"] == "here"
     assert run["latency_s"]["p50"] > 0.5 * 8, "half a second a step, and a block takes one at least"
