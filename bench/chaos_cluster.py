@@ -18,6 +18,7 @@ import aiohttp
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.processes import command_line, with_descendants
 from dlmserve.checkpoint import resolve
 
 POISON = 1087  # the last row of the embedding
@@ -76,19 +77,11 @@ class Cluster:
 
     def processes(self) -> dict[int, str]:
         """Command line by pid, of all that run now."""
-        children: dict[int, list[int]] = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(stat.parent.name))
-        found, todo = [], [self.head.pid, self.node.pid]
-        while todo:
-            pid = todo.pop()
-            found.append(pid)
-            todo += children.get(pid, [])
-        running = {pid: line for pid in found if (line := command_line(pid))}
+        running = {
+            pid: line
+            for pid in with_descendants((self.head.pid, self.node.pid))
+            if (line := command_line(pid))
+        }
         self.seen |= {(pid, started(pid)) for pid in running}
         return running
 
@@ -137,14 +130,6 @@ def is_whole(state: dict) -> bool:
     instances = state.get("instances", [])
     degrees = sorted(each["tp_degree"] for each in instances if each["state"] == "serving")
     return bool(state) and degrees == sorted(state["layout"]) and not state["changing"]
-
-
-def command_line(pid: int) -> str:
-    """Empty for one that is gone, or ended and not yet reaped."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def started(pid: int) -> str:

@@ -5,7 +5,8 @@
 8 layers, d 512, vocabulary 32k, 8 prompts of 64 tokens, output 128, blocks of 32, threshold 0.9; float32; all cores
 for both. The plain loop and batch 1 take the prompts one after another, batch 8 all at once. Same tokens out of all
 three is checked. The runs are interleaved; ratios are of medians. With 8 prompts the engine has about 2 Tflop to do
-(dual cache), so what the cores can do together bounds batch 8: two that are threads of one core share its multiply-adds.
+(dual cache), so what the cores can do together bounds batch 8: two that are threads of one core share its
+multiply-adds.
 """
 
 import argparse

@@ -17,7 +17,7 @@ from dlmserve.config import ServerConfig
 from dlmserve.control.policy.step_predictor import Errors
 from dlmserve.control.predictor_files import ERRORS, NETWORK, TREES, TREES_HIDDEN, cached_folder
 from dlmserve.errors import ConfigError
-from dlmserve.flags import Parser
+from dlmserve.flags import Parser, read_integers, read_numbers
 from dlmserve.llm import LLM
 from dlmserve.training.courses import Course, run_courses
 from dlmserve.training.learn import MIN_RECOMPUTES, Learned, learn
@@ -66,13 +66,13 @@ def train_predictor_parser() -> Parser:
     )
     parser.add_argument(
         "--gen-lengths",
-        type=_integers,
+        type=read_integers,
         metavar="N,N,...",
         help="output lengths, in turn (default: 1/2, 3/4 and all of the model's)",
     )
     parser.add_argument(
         "--thresholds",
-        type=_numbers,
+        type=read_numbers,
         default=defaults.thresholds,
         metavar="X,X,...",
         help=f"default: {','.join(map(str, defaults.thresholds))}",
@@ -129,11 +129,3 @@ def _print(report: dict) -> None:
     for tokens, error in report["by_refresh"].items():
         table.add_row(f"{tokens} tokens", f"{error:.1%}")
     console.print(table)
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))

@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from urllib.request import urlopen
 
 import openai
+
+from bench.processes import command_line, with_descendants
 
 LIMIT_S = 60.0  # for anything that is waited for: far above what it takes, so that only a hang meets it
 
@@ -84,22 +85,10 @@ class Server:
 
     def descendants(self) -> set[int]:
         """Processes below the server's, by parent."""
-        children: dict[int, list[int]] = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it ended just now
-                continue
-            children.setdefault(parent, []).append(int(stat.parent.name))
-        found, todo = set(), [self.process.pid]
-        while todo:
-            below = children.get(todo.pop(), [])
-            found.update(below)
-            todo += below
-        return found
+        return with_descendants([self.process.pid]) - {self.process.pid}
 
     def ranks(self) -> list[int]:
-        return sorted(pid for pid in self.descendants() if b"dlmserve.worker.rank" in command_line(pid))
+        return sorted(pid for pid in self.descendants() if "dlmserve.worker.rank" in command_line(pid))
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal and waits; the exit status."""
@@ -107,16 +96,9 @@ class Server:
         return self.process.wait(LIMIT_S)
 
 
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
 def alive(pids: set[int]) -> set[int]:
     """Those of the processes that still run dlmserve."""
-    return {pid for pid in pids if b"dlmserve" in command_line(pid)}
+    return {pid for pid in pids if "dlmserve" in command_line(pid)}
 
 
 async def gather(*work) -> list:  # noqa: ANN002  (coroutines)

@@ -93,8 +93,8 @@ class Dlmserve(SloPolicy):
     def _free(self, view: View, room: list[Room]) -> np.ndarray:
         """(KV pages, tokens of canvases, tokens of a step) that each instance still takes, float [room, 3]."""
         free = np.array([(each.pages, each.tokens, np.inf) for each in room]).reshape(len(room), 3)
-        taken_in_turn = 1 + TURNAROUND_STEPS / view.history.steps_per_request
         if self.options["efficient_batch"]:
+            taken_in_turn = 1 + TURNAROUND_STEPS / view.history.steps_per_request
             for row, each in zip(free, room, strict=True):
                 if each.instance.residents:
                     most = view.costs.efficient_tokens(each.instance.tp_degree, INEFFICIENCY)

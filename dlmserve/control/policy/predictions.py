@@ -28,6 +28,7 @@ PUBLISHED_TOKENS_PER_STEP = {0.5: 6.58, 0.6: 5.65, 0.7: 4.77, 0.8: 3.89, 0.9: 3.
 OWN_STEPS = 8.0  # how many steps of a request's own outweigh the usual pace
 PRIOR_STEPS = 100.0  # how many observed steps outweigh what was published
 PRIOR_REQUESTS = 5.0  # and how many finished requests the assumption that answers fill their output
+PRIOR_STEPS_PER_REQUEST = 100.0  # in about so many steps
 MAX_STEPS = 20_000.0  # older observations fade
 STALE_STEPS = 200  # observed steps after which the means are computed anew
 
@@ -112,7 +113,7 @@ class HistoricalAverage:
         self._means: tuple[bytes, int, np.ndarray] | None = None  # (thresholds, age, tokens per step)
         self._num_finished = PRIOR_REQUESTS
         self._used = PRIOR_REQUESTS  # sum over finished requests of the share of the output that was used
-        self._steps = PRIOR_REQUESTS * PRIOR_STEPS  # and of their steps
+        self._steps = PRIOR_REQUESTS * PRIOR_STEPS_PER_REQUEST  # and of their steps
 
     def observe_step(self, threshold: float, num_unmasked: int) -> None:
         self._num_observed += 1

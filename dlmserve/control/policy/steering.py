@@ -4,7 +4,7 @@ Keeps the remaining work, the cost model and the history up to date, asks for pr
 and turns a Decision into actions. Decides nothing itself; owns no request's place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -103,12 +103,11 @@ class Steering:
         self.view.stepped_slots.add(instance.slot.index)
         if requests:
             self.view.work.proceed(requests)
-        if self._policy.wants_predictions:
-            self._make_due([each for each in requests if _is_due(each)])
+        self._make_due(each for each in requests if _is_due(each))
 
     # ---- predictions
 
-    def _make_due(self, requests: list[RequestState]) -> None:
+    def _make_due(self, requests: Iterable[RequestState]) -> None:
         if self._policy.wants_predictions:
             for request in requests:
                 request.num_unmasked_at_refresh = request.num_unmasked
