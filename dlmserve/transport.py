@@ -10,6 +10,7 @@ that restarted under the same identity takes the old one's place.
 import asyncio
 import hmac
 import ipaddress
+import weakref
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,7 +47,7 @@ class Router:
         """Raises ConfigError for an address that cannot be bound, or that must not be without keys."""
         check_endpoint(endpoint, has_keys=keys is not None)
         self._context = zmq.asyncio.Context()
-        self._guard: ThreadAuthenticator | None = None
+        guard: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -54,14 +55,16 @@ class Router:
         if keys:
             # Without this CURVE takes any client; the callback counts only for the socket's own domain. A thread,
             # as pyzmq's asyncio one misses requests that come while it starts.
-            self._guard = ThreadAuthenticator(zmq.Context(shadow=self._context))
-            self._guard.start()
-            self._guard.configure_curve_callback(AUTH_DOMAIN, _Doorkeeper(keys.peer))
+            guard = ThreadAuthenticator(zmq.Context(shadow=self._context))
+            guard.start()
+            guard.configure_curve_callback(AUTH_DOMAIN, _Doorkeeper(keys.peer))
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
             self._socket.setsockopt_string(zmq.ZAP_DOMAIN, AUTH_DOMAIN)
             self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody at the door: nobody gets in
         self._monitor = self._socket.get_monitor_socket(REFUSALS)
+        # Also when nobody calls it: a context that is collected together with its sockets waits for them for ever.
+        self._close = weakref.finalize(self, _close, self._context, self._socket, self._monitor, guard)
         self._bind(endpoint)
 
     def _bind(self, endpoint: str) -> None:
@@ -101,14 +104,18 @@ class Router:
         }.get(event["event"], "the handshake broke off")
 
     def close(self) -> None:
-        if self._socket.closed:
-            return
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        if self._guard:
-            self._guard.stop()
-        self._socket.close(linger=0)
-        self._context.term()
+        self._close()
+
+
+def _close(
+    context: zmq.Context, socket: zmq.Socket, monitor: zmq.Socket, guard: ThreadAuthenticator | None
+) -> None:
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    if guard:
+        guard.stop()
+    socket.close(linger=0)
+    context.term()
 
 
 class _Doorkeeper:

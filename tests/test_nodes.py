@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,8 +88,19 @@ def running(*nodes: Node) -> Iterator[None]:
             node.end()
 
 
-def open_head(run_dir: Path, endpoint: str, key: str | None, **settings) -> Head:
+def make_lone_head(run_dir: Path, endpoint: str, key: str | None, **settings) -> Head:
     return make_head(run_dir, devices=0, listen=endpoint, keys=key, **settings)
+
+
+@contextlib.asynccontextmanager
+async def listening(run_dir: Path, endpoint: str, key: str | None, **settings) -> AsyncIterator[Head]:
+    """A head without a node of its own; stopped in the end."""
+    head = make_lone_head(run_dir, endpoint, key, **settings)
+    await head.start()
+    try:
+        yield head
+    finally:
+        await head.stop()
 
 
 # ---- who gets in
@@ -126,26 +137,24 @@ def test_only_who_has_the_nodes_key_gets_in_and_the_others_are_told_apart(tmp_pa
 
 def test_beyond_loopback_nothing_is_bound_without_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dlmserve keygen"):
-        asyncio.run(open_head(tmp_path, "tcp://0.0.0.0:5570", None).start())
+        asyncio.run(make_lone_head(tmp_path, "tcp://0.0.0.0:5570", None).start())
 
 
 def test_a_node_cannot_pass_for_the_heads_own_and_must_speak_its_protocol(tmp_path: Path) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
 
     async def story() -> None:
-        head = open_head(tmp_path, endpoint, None)
-        await head.start()
-        liar, old, fine = (Dealer(endpoint, f"{name}:agent") for name in ("local", "old", "fine"))
-        liar.send(AgentHello(PROTOCOL_VERSION, "local", 1, 1))
-        old.send(AgentHello(PROTOCOL_VERSION - 1, "old", 1, 2))
-        fine.send(AgentHello(PROTOCOL_VERSION, "fine", 1, 3))
-        await until(lambda: node_names(head))
-        assert node_names(head) == ["fine"]
-        await until(lambda: old.poll(0))
-        assert "protocol" in str(old.receive())
-        for dealer in (liar, old, fine):
-            dealer.close()
-        await head.stop()
+        async with listening(tmp_path, endpoint, None) as head:
+            liar, old, fine = (Dealer(endpoint, f"{name}:agent") for name in ("local", "old", "fine"))
+            liar.send(AgentHello(PROTOCOL_VERSION, "local", 1, 1))
+            old.send(AgentHello(PROTOCOL_VERSION - 1, "old", 1, 2))
+            fine.send(AgentHello(PROTOCOL_VERSION, "fine", 1, 3))
+            await until(lambda: node_names(head))
+            assert node_names(head) == ["fine"]
+            await until(lambda: old.poll(0))
+            assert "protocol" in str(old.receive())
+            for dealer in (liar, old, fine):
+                dealer.close()
 
     tell(story)
 
@@ -157,33 +166,33 @@ def test_a_node_that_stands_still_is_taken_out_and_joins_anew_when_it_goes_on(tm
     endpoint = f"tcp://127.0.0.1:{free_port()}"
 
     async def story() -> None:
-        head = open_head(tmp_path, endpoint, key_files[0], tp_layout=(1, 1), heartbeat_timeout_s=1.0)
-        await head.start()
-        nodes = [Node(endpoint, name, key=key_files[1]) for name in ("a", "b")]
-        with running(*nodes):
-            await until(lambda: served_by(head) == ["a", "b"])
-            stopped = []
+        async with listening(
+            tmp_path, endpoint, key_files[0], tp_layout=(1, 1), heartbeat_timeout_s=1.0
+        ) as head:
+            nodes = [Node(endpoint, name, key=key_files[1]) for name in ("a", "b")]
+            with running(*nodes):
+                await until(lambda: served_by(head) == ["a", "b"])
+                stopped = []
 
-            def stop_once(position: int) -> None:
-                if position == 40 and not stopped:
-                    stopped.append(1)
-                    nodes[0].signal(signal.SIGSTOP)
+                def stop_once(position: int) -> None:
+                    if position == 40 and not stopped:
+                        stopped.append(1)
+                        nodes[0].signal(signal.SIGSTOP)
 
-            clients = [Client(stop_once), Client(stop_once)]
-            for client in clients:
-                head.submit(spec(120), client)
-            summaries = [(await client.end)[1] for client in clients]
-            assert all(sorted(client.tokens) == list(range(4, 124)) for client in clients)
-            assert max(len(summary.instances) for summary in summaries) == 2, (
-                "none was on the node that stood still"
-            )
-            await until(lambda: node_names(head) == ["b"])
-            nodes[0].signal(signal.SIGCONT)
-            await until(lambda: served_by(head) == ["a", "b"])
-            nodes[1].signal(signal.SIGTERM)
-            await until(lambda: served_by(head) == ["a"])
-            assert nodes[1].process.wait(LIMIT_S) == 0
-        await head.stop()
+                clients = [Client(stop_once), Client(stop_once)]
+                for client in clients:
+                    head.submit(spec(120), client)
+                summaries = [(await client.end)[1] for client in clients]
+                assert all(sorted(client.tokens) == list(range(4, 124)) for client in clients)
+                assert max(len(summary.instances) for summary in summaries) == 2, (
+                    "none was on the node that stood still"
+                )
+                await until(lambda: node_names(head) == ["b"])
+                nodes[0].signal(signal.SIGCONT)
+                await until(lambda: served_by(head) == ["a", "b"])
+                nodes[1].signal(signal.SIGTERM)
+                await until(lambda: served_by(head) == ["a"])
+                assert nodes[1].process.wait(LIMIT_S) == 0
 
     tell(story)
 
@@ -194,16 +203,14 @@ def test_another_head_on_the_same_address_takes_the_nodes_over(tmp_path, key_fil
     async def one_head(number: int) -> None:
         run_dir = tmp_path / str(number)
         run_dir.mkdir()
-        head = open_head(run_dir, endpoint, key_files[0])
-        await head.start()
-        await until(lambda: served_by(head) == ["a"])
-        client = Client()
-        head.submit(spec(40), client)
-        await client.end
-        assert client.tokens == list(range(4, 44))  # nothing of what the first head asked for
-        if number == 1:
-            head.submit(spec(900), Client())  # the node works on it when this head is gone
-        await head.stop()
+        async with listening(run_dir, endpoint, key_files[0]) as head:
+            await until(lambda: served_by(head) == ["a"])
+            client = Client()
+            head.submit(spec(40), client)
+            await client.end
+            assert client.tokens == list(range(4, 44))  # nothing of what the first head asked for
+            if number == 1:
+                head.submit(spec(900), Client())  # the node works on it when this head is gone
 
     async def story() -> None:
         node = Node(endpoint, "a", key=key_files[1])
@@ -256,26 +263,26 @@ def test_a_link_that_is_cut_costs_no_request_and_heals(tmp_path, key_files, name
 
     async def story() -> None:
         endpoint = f"tcp://0.0.0.0:{port}"
-        head = open_head(tmp_path, endpoint, key_files[0], tp_layout=(1, 1), heartbeat_timeout_s=1.0)
-        await head.start()
-        nodes = [
-            Node(f"tcp://{address}:{port}", name, key=key_files[1], enter=("ip", "netns", "exec", name))
-            for name, address in namespaces.items()
-        ]
-        with running(*nodes):
-            await until(lambda: served_by(head) == ["dlms-a", "dlms-b"])
-            clients = [Client(), Client()]
-            for client in clients:
-                head.submit(spec(120), client)
-            await until(lambda: all(client.tokens for client in clients))
-            set_link("dlms-a", "down")
-            for client in clients:
-                await client.end
-                assert sorted(client.tokens) == list(range(4, 124))
-            await until(lambda: node_names(head) == ["dlms-b"])
-            set_link("dlms-a", "up")
-            subprocess.run(["ip", "addr", "replace", "10.213.1.1/24", "dev", "veth-dlms-a"], check=True)
-            await until(lambda: served_by(head) == ["dlms-a", "dlms-b"])
-        await head.stop()
+        async with listening(
+            tmp_path, endpoint, key_files[0], tp_layout=(1, 1), heartbeat_timeout_s=1.0
+        ) as head:
+            nodes = [
+                Node(f"tcp://{address}:{port}", name, key=key_files[1], enter=("ip", "netns", "exec", name))
+                for name, address in namespaces.items()
+            ]
+            with running(*nodes):
+                await until(lambda: served_by(head) == ["dlms-a", "dlms-b"])
+                clients = [Client(), Client()]
+                for client in clients:
+                    head.submit(spec(120), client)
+                await until(lambda: all(client.tokens for client in clients))
+                set_link("dlms-a", "down")
+                for client in clients:
+                    await client.end
+                    assert sorted(client.tokens) == list(range(4, 124))
+                await until(lambda: node_names(head) == ["dlms-b"])
+                set_link("dlms-a", "up")
+                subprocess.run(["ip", "addr", "replace", "10.213.1.1/24", "dev", "veth-dlms-a"], check=True)
+                await until(lambda: served_by(head) == ["dlms-a", "dlms-b"])
 
     tell(story)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,6 +75,14 @@ def leave(state: dict) -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def count_threads(state: dict, at_most: int) -> int:
+    """One that has ended, and been joined, is listed for a moment more: waits for it."""
+    deadline = time.monotonic() + REPLY_LIMIT_S / 2
+    while (number := len(os.listdir("/proc/self/task"))) > at_most and time.monotonic() < deadline:
+        os.sched_yield()
+    return number
+
+
 def everyone(peers: list[Peer], do: Callable, *args: object) -> list:
     for peer in peers:
         peer.call(do, *args)
@@ -132,8 +141,8 @@ def test_groups_come_and_go_without_leaking_threads_or_files(pair, tmp_path):
     for formation in range(5):
         form_all(pair, tmp_path / f"store{formation}")
         assert everyone(pair, reduce, [1], torch.float32) == [[3.0]] * 2
-        num_threads.append(everyone(pair, leave))
-    assert num_threads == [num_threads[0]] * 5
+        num_threads.append(max(everyone(pair, leave)))
+    assert max(everyone(pair, count_threads, num_threads[0])) <= num_threads[0]
 
 
 def test_a_killed_peer_is_an_error_at_once_and_the_survivors_form_again(peers, pair, tmp_path):

@@ -35,6 +35,15 @@ def homes(story: Story) -> dict[int, str | None]:
     return {number: request.instance for number, request in story.scheduler.requests.items()}
 
 
+def test_dlmserve_takes_the_emptiest_of_instances_whose_steps_take_the_same() -> None:
+    flat = {"source": "test", "step_s": {"1": [[1, 1, 0.01], [1000, 1, 0.01]]}}
+    story = Story(CostModel.from_profile(flat), policy="dlmserve", tp_layout=(1, 1, 1))
+    story.serve(64)
+    for request in range(1, 7):
+        story.arrive(0.0, request, make_spec())
+    assert sorted(homes(story).values()) == ["i0.1", "i0.1", "i1.1", "i1.1", "i2.1", "i2.1"]
+
+
 # ---- moves
 
 

@@ -1,6 +1,8 @@
 """Real ipc sockets: what the head, the peers and the ranks of an instance can count on."""
 
 import asyncio
+import gc
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 
+from dlmserve import keys
 from dlmserve.errors import ConfigError, ProtocolError, WorkerError
 from dlmserve.messages import Cancel, Heartbeat, Leave, Release, RunStep, encode
 from dlmserve.transport import Dealer, PlanReceiver, PlanSender, Router, check_endpoint
@@ -34,6 +37,20 @@ def test_head_and_peer_hear_each_other(endpoint: str) -> None:
         assert peer.receive() == Cancel(7)
         peer.close()
         router.close()
+
+    run(story())
+
+
+def test_a_router_that_nobody_closed_is_closed_when_it_is_collected(tmp_path: Path) -> None:
+    head_keys, _ = (str(path) for path in keys.generate(str(tmp_path / "keys")))
+
+    async def story() -> None:
+        router = Router("tcp://127.0.0.1:*", keys.read(head_keys, "head"))
+        socket, others = router._socket, threading.active_count() - 1
+        del router
+        gc.collect()
+        assert socket.closed
+        assert threading.active_count() == others, "the thread that checks keys goes on"
 
     run(story())
 

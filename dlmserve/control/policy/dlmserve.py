@@ -107,10 +107,14 @@ class Dlmserve(SloPolicy):
         return view.costs.step_s(degree, float(self._batches.max(initial=0.0)))
 
     def _shortest_step(self, view: View, room: list[Room], fits: np.ndarray, tokens: float) -> int:
-        """Index of the instance, among those that fit, whose step is the shortest with the request on it."""
+        """Index of the instance, among those that fit, whose step is the shortest with the request on it.
+
+        Small batches all take the same: then the smallest.
+        """
         batches = self._batches[[each.instance.slot.index for each in room]] + tokens
         degrees = [each.instance.tp_degree for each in room]
-        return int(np.where(fits, view.costs.step_s_each(degrees, batches), np.inf).argmin())
+        step_s = np.where(fits, view.costs.step_s_each(degrees, batches), np.inf)
+        return int(np.lexsort((batches, step_s))[0])
 
     def refresh_blocks(self, request: RequestState) -> int:
         usual = request.spec.decoding.refresh_blocks
