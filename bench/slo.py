@@ -81,11 +81,17 @@ def of(results: list[dict[str, Any]], policy: str) -> list[dict[str, Any]]:
     return [result for result in results if result["policy"] == policy]
 
 
-def above_fixed(results: list[dict[str, Any]], policy: str) -> dict[str, float]:
-    """How far a policy is above fixed 0.9 at the first SLO, in points (percent)."""
+def above_fixed(results: list[dict[str, Any]], calm: dict[str, Any], policy: str) -> dict[str, float]:
+    """How far a policy is above fixed 0.9 at the first SLO, in points (percent).
+
+    Accuracy is held against fixed 0.9 in the calmest run: under load it leaves some problems out.
+    """
     own, fixed = of(results, policy)[0], of(results, "infaas")[0]
-    above = {f"{name}_points": 100 * (own[name] - fixed[name]) for name in ("attainment", "accuracy")}
-    return {"rps": own["rps"], **above}
+    return {
+        "rps": own["rps"],
+        "attainment_points": 100 * (own["attainment"] - fixed["attainment"]),
+        "accuracy_points": 100 * (own["accuracy"] - calm["accuracy"]),
+    }
 
 
 def half_rate(results: list[dict[str, Any]]) -> float | None:
@@ -147,7 +153,10 @@ def main() -> None:
             rps = BAR * found["half_rps"]
             slos = [args.slo_s, *map(float, args.slos_s.split(","))]
             found["slo_sweep"] = sweep(urls, [(rps, slo_s) for slo_s in slos], problems, args.seed)
-            found["bar"] = {policy: above_fixed(found["slo_sweep"], policy) for policy in policies}
+            found["bar"] = {
+                policy: above_fixed(found["slo_sweep"], of(results, "infaas")[0], policy)
+                for policy in policies
+            }
             print(json.dumps(found["bar"], indent=1))
     if args.json:
         report.write(args.json, args.seed, found)

@@ -48,6 +48,18 @@ def test_one_batch_and_many_agree_and_more_tokens_never_cost_less(n: float, degr
     assert fixed_s + per_token_s * n == pytest.approx(model.step_s(degree, n))
 
 
+@given(seconds=st.floats(1e-4, 10.0), degree=st.sampled_from([1, 2, 4]))
+def test_the_largest_batch_within_a_time_takes_that_time(seconds: float, degree: int) -> None:
+    costs = CostModel.from_preset("h100-measured")
+    tokens = costs.tokens_within(degree, seconds)
+    if 0 < tokens < MEASURED_TOKENS[-1]:
+        assert costs.step_s(degree, tokens) == pytest.approx(seconds)
+    elif tokens == 0:
+        assert costs.step_s(degree, MEASURED_TOKENS[0]) > seconds
+    else:
+        assert costs.step_s(degree, tokens) <= seconds
+
+
 def test_reports_teach_it_the_overhead_of_each_step() -> None:
     model, truth = CostModel.from_preset("h100-measured"), CostModel.from_preset("h100-measured")
     for i in range(200):

@@ -1,5 +1,7 @@
 """Stories about what the policies decide: literal events, and what instances are told because of them."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ LINEAR = {"source": "test", "step_s": {"1": [[1, 1, 0.01], [1000, 1, 10.0]]}}
 
 def make_story(policy: str, **settings) -> Story:
     # Where nothing but tokens costs time, the most efficient batch is the smallest one.
-    options = settings.pop("options", {}) | ({"efficient_batch": 0.0} if policy == "dlmserve" else {})
+    options = ({"efficient_batch": 0.0} if policy == "dlmserve" else {}) | settings.pop("options", {})
     num_pages = settings.pop("num_pages", 64)
     story = Story(CostModel.from_profile(LINEAR), policy=policy, policy_options=options, **settings)
     story.serve(num_pages)
@@ -42,6 +44,17 @@ def test_dlmserve_takes_the_emptiest_of_instances_whose_steps_take_the_same() ->
     for request in range(1, 7):
         story.arrive(0.0, request, make_spec())
     assert sorted(homes(story).values()) == ["i0.1", "i0.1", "i1.1", "i1.1", "i2.1", "i2.1"]
+
+
+def test_a_batch_is_efficient_or_its_steps_short_for_the_slos() -> None:
+    """Where nothing but tokens costs time, one request at a time is efficient; short steps let more in."""
+    for slo_s, num_resident in ((None, 1), (4.0, 1), (4000.0, 8)):
+        story = make_story("dlmserve", options={"efficient_batch": 1.0}, max_num_seqs=8)
+        # Answers of many steps: no turn-around.
+        story.scheduler.steering.view.history.observe_finish(1.0, 1000)
+        for request in range(1, 11):
+            story.arrive(0.0, request, make_spec(slo_s=slo_s))
+        assert list(homes(story).values()).count("i0.1") == num_resident
 
 
 # ---- moves
@@ -214,12 +227,36 @@ def test_dlmserve_serves_the_least_slack_first_and_the_paper_the_first_arrival()
 
 def test_who_arrives_between_two_orderings_of_the_line_waits_for_the_next() -> None:
     for finished_at, first in ((0.15, 2), (0.3, 3)):
-        story = make_story("dlmserve", max_num_seqs=1)
+        story = make_story("dlmserve", num_pages=3)
         story.arrive(0.0, 1, make_spec(slo_s=50.0))
         story.arrive(0.1, 2, make_spec(slo_s=50.0))
         story.arrive(0.12, 3, make_spec(slo_s=20.0))
         done = story.report(finished_at, "i0.1", 0, make_step(1, {4: 7}, finished="stop"))
         assert [command.request for _, command in sent(done, Admit)] == [first]
+
+
+def test_who_would_be_late_by_how_long_requests_stay_here_is_served_last() -> None:
+    """Steps of some 50 ms by the profile; answers that take one step, and a second."""
+    story, seqs = make_story("dlmserve", max_num_seqs=1), itertools.count()
+
+    def finish(now: float, request: int) -> list[int]:
+        done = story.report(now, "i0.1", next(seqs), make_step(request, {4: 7}, finished="stop"))
+        return [command.request for _, command in sent(done, Admit)]
+
+    def first_of_tight_and_loose(now: float, number: int) -> int:
+        story.arrive(now, number, make_spec(slo_s=100.0))
+        story.arrive(now + 0.1, number + 1, make_spec(slo_s=0.6))
+        story.arrive(now + 0.1, number + 2, make_spec(slo_s=100.0))
+        [first] = finish(now + 0.3, number)
+        [second] = finish(now + 0.4, first)
+        assert finish(now + 0.5, second) == []
+        return first - number
+
+    assert first_of_tight_and_loose(0.0, 1) == 1
+    for number in range(10, 50):
+        story.arrive(float(number), number, make_spec(slo_s=100.0))
+        finish(number + 1.0, number)
+    assert first_of_tight_and_loose(100.0, 101) == 2
 
 
 def test_predictions_from_the_history_are_made_in_one_batch_with_load_control() -> None:

@@ -134,6 +134,11 @@ class Curve:
             self._efficient = (excess, age, size)
         return self._efficient[2]
 
+    def tokens_within(self, seconds: float) -> float:
+        """The largest batch whose step takes no longer, at most the grid's largest."""
+        tokens, _ = self._grid
+        return float(np.interp(seconds, self.step_s_many(tokens), tokens, left=0.0))
+
     def observe(self, num_tokens: float, num_requests: float, duration_s: float) -> None:
         self._num_observed += 1
         usual = self._tokens_per_request
@@ -281,6 +286,10 @@ class CostModel:
     def efficient_tokens(self, tp_degree: int, excess: float) -> float:
         """The smallest batch whose seconds per token are at most `excess` times the least of all batches."""
         return self._curve(tp_degree).efficient_tokens(excess)
+
+    def tokens_within(self, tp_degree: int, seconds: float) -> float:
+        """The largest batch known whose step takes no longer; 0 where even the smallest does."""
+        return self._curve(tp_degree).tokens_within(seconds)
 
     def observe(self, tp_degree: int, num_tokens: float, num_requests: float, duration_s: float) -> None:
         """Takes a step's measured wall time in: its duration and the busy instance's gap before it."""

@@ -32,6 +32,9 @@ REFRESH_HOLD_S = 3.0  # between two changes of the refresh lever
 REFRESH_HYSTERESIS = 0.7  # of the supply that must do before the lever is let go
 REFRESH_PAYS = 0.95  # the work that is left with it, at most, as a share of the work without
 INEFFICIENCY = 1.05  # cost per token that a batch may have over the cheapest
+SHORT_STAY = (
+    0.25  # of the SLO: a larger batch than the most efficient one does no harm while requests stay so long
+)
 TURNAROUND_STEPS = 2  # that a seat stays empty: the next step has begun when the head hears of the free seat
 
 
@@ -57,7 +60,7 @@ class Dlmserve(SloPolicy):
         self._refreshing = False
         self._refresh_changed_at = self._rebalanced_at = -np.inf
         self._batches = np.zeros(len(config.tp_layout))  # expected tokens of a step, by slot
-        self._line = Line(self.outlook, bool(self.options["least_slack"]))
+        self._line = Line(self.outlook, self._slack_s, bool(self.options["least_slack"]))
 
     def outlook(self, view: View, rows: Rows, refresh_blocks: float | None = None) -> Outlook:
         speeds = view.history.tokens_per_step(view.work.thresholds) if self.options["eos_aware"] else None
@@ -67,15 +70,18 @@ class Dlmserve(SloPolicy):
 
     def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
         self._update_batches(view)
-        self._line.update(now, view, self._step_s(view))
         room = view.room(self.max_resident_tokens)
         free = self._free(view, room)
+        if not (free[:, 2] > 0).any():
+            return
+        self._line.update(now, view, self._step_s)
         for place, request in self._line.waiting(view, self._line.fitting(free)):
             needs = self._line.needs[place]
             fits = (needs <= free).all(axis=1)
             if not fits.any():
                 continue
             instance = room[self._shortest_step(view, room, fits, float(needs[2]))].instance
+            view.stays.placed(request.number, now, float(self._line.stays_s[place]))
             yield request, instance
             self._batches[instance.slot.index] += needs[2]
             room = view.room(self.max_resident_tokens)
@@ -87,24 +93,33 @@ class Dlmserve(SloPolicy):
         """Of the instances whose residents have changed."""
         num_new = len(view.cluster.slots) - len(self._batches)  # another layout is wanted
         self._batches = np.append(self._batches, np.zeros(max(0, num_new)))
-        slots = list(view.changed_slots)
-        self._batches[slots] = self.outlook(view, residents_of(view, slots)).batches()[slots]
+        if slots := list(view.changed_slots):
+            self._batches[slots] = self.outlook(view, residents_of(view, slots)).batches()[slots]
 
     def _free(self, view: View, room: list[Room]) -> np.ndarray:
         """(KV pages, tokens of canvases, tokens of a step) that each instance still takes, float [room, 3]."""
         free = np.array([(each.pages, each.tokens, np.inf) for each in room]).reshape(len(room), 3)
         if self.options["efficient_batch"]:
             taken_in_turn = 1 + TURNAROUND_STEPS / view.history.steps_per_request
+            step_s = self._short_step_s(view)
             for row, each in zip(free, room, strict=True):
                 if each.instance.residents:
-                    most = view.costs.efficient_tokens(each.instance.tp_degree, INEFFICIENCY)
-                    row[2] = taken_in_turn * most - self._batches[each.instance.slot.index]
+                    degree = each.instance.tp_degree
+                    most = view.costs.efficient_tokens(degree, INEFFICIENCY)
+                    most = max(taken_in_turn * most, view.costs.tokens_within(degree, step_s))
+                    row[2] = most - self._batches[each.instance.slot.index]
         return free
 
-    def _step_s(self, view: View) -> float:
-        """Of the slowest instance's batch."""
+    def _short_step_s(self, view: View) -> float:
+        """Of steps that take a request through in a small part of the usual SLO; 0 without SLOs."""
+        slo_s = view.work.rows()["slo_s"]
+        slo_s = slo_s[np.isfinite(slo_s)]
+        return SHORT_STAY * float(slo_s.mean()) / view.history.steps_per_request if len(slo_s) else 0.0
+
+    def _step_s(self, view: View, tokens: np.ndarray) -> np.ndarray:
+        """Of the slowest instance's batch with one more request, of so many tokens a step [n]."""
         degree = min((instance.tp_degree for instance in view.cluster.serving()), default=1)
-        return view.costs.step_s(degree, float(self._batches.max(initial=0.0)))
+        return view.costs.step_s_many(degree, self._batches.max(initial=0.0) + tokens)
 
     def _shortest_step(self, view: View, room: list[Room], fits: np.ndarray, tokens: float) -> int:
         """Index of the instance, among those that fit, whose step is the shortest with the request on it.

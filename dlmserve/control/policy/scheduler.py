@@ -172,7 +172,7 @@ class Scheduler:
             return
         if request.instance:
             yield Send(request.instance, Cancel(request.number))
-        self._forget(request, finished=event.outcome == "stop")
+        self._forget(request, finished_at=now if event.outcome == "stop" else None)
         yield Drop(request.number, event.outcome, request.summary(now))
         yield from self._place_waiting(now)
 
@@ -190,7 +190,7 @@ class Scheduler:
             yield Deliver(request.number, request.apply(step), now - request.arrived_at)
             self.steering.observe(request, step)
             if step.finished:
-                self._forget(request, finished=True)
+                self._forget(request, finished_at=now)
                 yield Finish(request.number, step.finished, request.summary(now))
             else:
                 stepped.append(request)
@@ -358,13 +358,13 @@ class Scheduler:
         request.instance = request.moving_to = None
         self.steering.left(request, instance)
 
-    def _forget(self, request: RequestState, finished: bool = False) -> None:
+    def _forget(self, request: RequestState, finished_at: float | None = None) -> None:
         request.threshold_cap = self.steering.cap_of(request)
         if request.instance:
             self._evict(request)
         else:
             self._waiting.remove(request)
-        self.steering.ended(request, finished)
+        self.steering.ended(request, finished_at)
         del self.requests[request.number]
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.predictions import HistoricalAverage
 from dlmserve.control.policy.remaining import STAYING, WAITING, RemainingWork
 from dlmserve.control.policy.request import RequestState
+from dlmserve.control.policy.stays import Stays
 from dlmserve.control.policy.view import View
 from dlmserve.control.policy.waiting import WaitingQueue
 from dlmserve.messages import Release, RequestStep, SetRefresh, SetThreshold, StepReport
@@ -48,6 +49,7 @@ class Steering:
             costs=costs,
             history=HistoricalAverage(),
             pace=Pace(),
+            stays=Stays(),
             waiting=waiting,
         )
         self.errors = PredictionErrors()
@@ -67,11 +69,13 @@ class Steering:
         self.view.load_changed = True
         self._make_due([request])
 
-    def ended(self, request: RequestState, finished: bool) -> None:
+    def ended(self, request: RequestState, finished_at: float | None) -> None:
+        """None: it was given up."""
         self.view.work.remove(request.number)
         self._due.pop(request.number, None)
         self.view.load_changed = True
-        if finished:
+        self.view.stays.ended(request.number, finished_at)
+        if finished_at is not None:
             self.view.history.observe_finish(request.num_unmasked / request.output_length, request.steps)
             self.errors.finished(request)
         self.errors.forget(request.number)

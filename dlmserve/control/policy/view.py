@@ -15,6 +15,7 @@ from dlmserve.control.policy.pace import Pace
 from dlmserve.control.policy.predictions import HistoricalAverage
 from dlmserve.control.policy.remaining import RemainingWork
 from dlmserve.control.policy.request import RequestState
+from dlmserve.control.policy.stays import Stays
 from dlmserve.control.policy.waiting import WaitingQueue
 
 
@@ -34,6 +35,7 @@ class View:
     costs: CostModel
     history: HistoricalAverage
     pace: Pace
+    stays: Stays
     waiting: WaitingQueue
     changed_slots: set[int] = field(default_factory=set)  # their residents have changed
     stepped_slots: set[int] = field(default_factory=set)  # their instances have ended a step
