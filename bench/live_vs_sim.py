@@ -2,22 +2,19 @@
 
     python -m bench.live_vs_sim [--rps 8,16] [--requests 200] [--json bench/results/live_vs_sim.json]
 
-Measures this machine's step times (`dlmserve profile`), records on the real engine which tokens each request
-unmasks in which step, serves the requests (one rank of one thread; the client is this process, so another core
-should be free), and plays the same arrivals in the simulator with that profile and that recording. The time
-between two steps that the profile cannot see is the one that the server's own metric reports, in a run before.
+Records on the real engine which tokens each request unmasks in which step, serves the requests (one rank of one
+thread; the client is this process, so another core should be free), and plays the same arrivals in the
+simulator with that recording and the server's own step times: its profile as the reports have corrected it by
+the end of the run (`profile` in GET /v1/cluster). What a message takes between head and rank is measured before:
+with one request at a time, it is what is left of the latency without the steps.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -28,7 +25,6 @@ from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.loadtest import Run, Shot, fire, poisson_times
 from dlmserve.messages import RequestStep
-from dlmserve.profiles import read_profile
 from dlmserve.simulation.recorded import Course, RecordedStep, Recording
 from dlmserve.simulation.results import Ledger
 from dlmserve.simulation.scenarios import get_scenario
@@ -40,6 +36,7 @@ BLOCK = 32
 OUTPUT = 128
 SLO_S = 60.0  # nothing is judged by it here
 WARM_UP = 40  # requests
+ALONE_S = 0.25  # between requests that never meet
 
 
 def record(prompts: list[str]) -> tuple[list[Job], list[Mapping[float, Course]]]:
@@ -73,11 +70,11 @@ def play(
     jobs: list[Job],
     courses: list[Mapping[float, Course]],
     profile: dict,
-    overhead_s: float,
+    head_s: float,
 ) -> Ledger:
-    """The same arrivals in the simulator."""
+    """The same arrivals in the simulator; `head_s`: from a step's end to commands that answer it, in an inbox."""
     arrived = [replace(job, arrived_at=at_s) for job, at_s in zip(jobs, times, strict=True)]
-    scenario = replace(get_scenario("gsm8k-4gpu"), layout=(1,), slo_s=SLO_S, overhead_s=overhead_s)
+    scenario = replace(get_scenario("gsm8k-4gpu"), layout=(1,), slo_s=SLO_S, overhead_s=0.0, head_s=head_s)
     simulator = Simulator(
         ServerConfig(policy="infaas"),
         scenario,
@@ -95,8 +92,12 @@ def latencies(run: Run) -> list[float]:
     return [answer.dlm["latency_ms"] / 1e3 for answer in run.answers]
 
 
+def finished_s(ledger: Ledger) -> list[float]:
+    return [outcome.latency_s for outcome in ledger.outcomes if outcome.latency_s is not None]
+
+
 def compare(live_s: list[float], ledger: Ledger) -> dict:
-    simulated_s = [outcome.latency_s for outcome in ledger.outcomes if outcome.latency_s is not None]
+    simulated_s = finished_s(ledger)
     figures = {}
     for name, of in {"mean": np.mean, "p50": np.median, "p95": lambda x: np.percentile(x, 95)}.items():
         live, simulated = float(of(live_s)), float(of(simulated_s))
@@ -120,26 +121,25 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     prompts = [problem.prompt for problem in tasks.problems("test", args.requests, args.seed)]
     jobs, courses = record(prompts)
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = cache
-        file = Path(cache) / "profile.json"
-        command = ["profile", "--threads", "1", "--device", "cpu", "--context", "160", "--json", str(file)]
-        subprocess.run([sys.executable, "-m", "dlmserve", *command], check=True, stdout=subprocess.DEVNULL)
-        profile = read_profile(str(file))
-        process, url, _ = start_server(["--device", "cpu", "--policy", "infaas"])
-        try:
-            warm_up = [Shot(at_s, prompt) for at_s, prompt in zip(poisson_times(WARM_UP, 8.0, 1), prompts)]  # noqa: B905
-            overhead_s = asyncio.run(fire(url, warm_up)).idle_s or 0.0
-            results = []
-            for rps in map(float, args.rps.split(",")):
-                times = poisson_times(args.requests, rps, args.seed)
-                run = asyncio.run(fire(url, [Shot(*pair) for pair in zip(times, prompts, strict=True)]))
-                figures = compare(latencies(run), play(times, jobs, courses, profile, overhead_s))
-                results.append({"rps": rps, "overhead_ms": 1e3 * overhead_s} | figures)
-                print(json.dumps(results[-1]), flush=True)
-        finally:
-            process.terminate()
-            process.wait()
+    process, url, _ = start_server(["--device", "cpu", "--policy", "infaas"])
+
+    def both(times: list[float], head_s: float) -> tuple[list[float], Ledger]:
+        shots = [Shot(at_s, prompt) for at_s, prompt in zip(times, prompts, strict=False)]
+        run = asyncio.run(fire(url, shots))
+        return latencies(run), play(times, jobs[: len(times)], courses, run.cluster["profile"], head_s)
+
+    try:
+        both(poisson_times(WARM_UP, 8.0, 1), 0.0)
+        live_s, ledger = both([ALONE_S * i for i in range(WARM_UP)], 0.0)
+        head_s = max(0.0, float(np.mean(live_s) - np.mean(finished_s(ledger))))
+        results = []
+        for rps in map(float, args.rps.split(",")):
+            figures = compare(*both(poisson_times(args.requests, rps, args.seed), head_s))
+            results.append({"rps": rps, "head_ms": 1e3 * head_s} | figures)
+            print(json.dumps(results[-1]), flush=True)
+    finally:
+        process.terminate()
+        process.wait()
     if args.json:
         report.write(args.json, args.seed, results)
 

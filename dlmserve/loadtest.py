@@ -60,7 +60,7 @@ class Run:
     answers: Sequence[Answer]
     health_s: Sequence[float]
     counters: dict[str, float]
-    cluster: dict[str, Any]  # GET /v1/cluster, before
+    cluster: dict[str, Any]  # GET /v1/cluster, afterwards
 
     def ledger(self, right: Sequence[float] | None = None) -> Ledger:
         """`right`: what each answer is worth (0..1), where somebody knows."""
@@ -105,7 +105,7 @@ async def fire(url: str, shots: Sequence[Shot], api_key: str | None = None, time
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
         server = Server(session, url.rstrip("/"))
-        cluster = await server.describe()
+        await server.describe()
         before = await server.counters()
         prober = asyncio.create_task(server.probe_forever())
         began_at = time.monotonic()
@@ -113,7 +113,7 @@ async def fire(url: str, shots: Sequence[Shot], api_key: str | None = None, time
         prober.cancel()
         after = await server.counters()
         counters = {name: after[name] - before[name] for name in COUNTERS}
-        return Run(shots, answers, server.health_s, counters, cluster)
+        return Run(shots, answers, server.health_s, counters, await server.describe())
 
 
 class Server:

@@ -106,6 +106,7 @@ class Observer:
             "failures": _describe_failures(cluster),
             "workload": _describe_workload(self._scheduler.reconfigurer),
             "plan": _describe_plan(self._scheduler.reconfigurer.plan),
+            "profile": self._scheduler.steering.view.costs.profile(),
             "threshold_cap": self._scheduler.steering.mean_cap(),
             "running": len(self._scheduler.requests) - self._scheduler.num_waiting,
             "waiting": self._scheduler.num_waiting,

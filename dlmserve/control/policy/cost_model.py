@@ -120,6 +120,14 @@ class Curve:
         profile = zip(self._tokens, self._seconds, strict=True)
         return [(tokens, like.scale * seconds + like.offset_s) for tokens, seconds in profile]
 
+    def step_times(self) -> list[StepTime]:
+        """Batches of many requests and of one at each size of the grid: what `fit` makes this curve of again."""
+        return [
+            StepTime(tokens, requests, self.step_s(tokens, requests))
+            for tokens in self._tokens
+            for requests in (1.0, max(2.0, tokens / self._tokens_per_request))
+        ]
+
     @property
     def is_observed(self) -> bool:
         return self._num_observed > 0
@@ -228,6 +236,13 @@ class CostModel:
             {degree: Curve([n for n, _ in each], [s for _, s in each]) for degree, each in points.items()},
             source,
         )
+
+    def profile(self) -> dict[str, Any]:
+        """What is believed by now, in the form that `from_profile` reads."""
+        step_s = {
+            str(degree): [list(t) for t in curve.step_times()] for degree, curve in self._curves.items()
+        }
+        return {"source": f"{self.source}, corrected by reports", "step_s": step_s}
 
     def knows(self, tp_degree: int) -> bool:
         """Whether this degree's step times were measured here; a preset's were not."""
