@@ -25,7 +25,13 @@ from tests.wire_head import LIMIT_S, WireHead
 
 ROOT = Path(__file__).parent.parent
 LIGHT_RANK = [sys.executable, "-m", "tests.light_rank"]
-RUN_AGENT = [sys.executable, "-c", f"from dlmserve.worker.agent import main; main({LIGHT_RANK!r})"]
+LIGHT_SPARE = [
+    sys.executable,
+    "-c",
+    "import json, runpy, sys; print('here is a spare one', flush=True); "
+    "sys.argv[1:] = json.loads(sys.stdin.readline()); runpy.run_module('tests.light_rank', run_name='__main__')",
+]
+RUN_AGENT = [sys.executable, "-c", f"from dlmserve.worker.agent import main; main({LIGHT_RANK!r}, None)"]
 RUN_AND_WAIT = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"]
 StartAgent = Callable[..., subprocess.Popen]
 
@@ -87,6 +93,37 @@ def test_a_killed_rank_is_reported_and_started_again(head, start_agent):
     successor = head.next(RankHello, node="kill")
     assert (successor.device, successor.generation) == (0, 2)
     assert is_running(other.pid)
+
+
+def with_spare(spare: list[str]) -> list[str]:
+    settings = "agent.SPARE_AFTER_S = 0.0"
+    script = f"from dlmserve.worker import agent; {settings}; agent.main({LIGHT_RANK!r}, {spare!r})"
+    return [sys.executable, "-c", script]
+
+
+def test_a_spare_process_takes_a_lost_ranks_place_and_is_replaced_in_turn(head, start_agent):
+    process = start_agent("spare", 1, command=with_spare(LIGHT_SPARE))
+    assert process.stderr
+    for generation in (1, 2, 3):
+        hello = head.next(RankHello, node="spare")
+        assert (hello.device, hello.generation) == (0, generation)
+        assert (b"a spare one" in Path(f"/proc/{hello.pid}/cmdline").read_bytes()) == (generation > 1)
+        while process.stderr.readline() != b"[spare:spare] here is a spare one\n":
+            pass
+        os.kill(hello.pid, signal.SIGKILL)
+
+
+def test_a_spare_process_becomes_a_real_rank(head, start_agent):
+    start_agent("real", 1, command=with_spare(agent.SPARE_COMMAND))
+    (first,) = hellos(head, "real", 1)
+    head.wait_for_beat("real:agent")  # the spare one is started by now
+    os.kill(first.pid, signal.SIGKILL)
+    second = head.next(RankHello, node="real")
+    assert (second.device, second.generation) == (0, 2)
+    assert b"dlmserve.worker.spare" in Path(f"/proc/{second.pid}/cmdline").read_bytes()
+    head.wait_for_beat("real:0:2:hb")
+    head.send("real:0:2", Shutdown())
+    assert head.next(RankExited, node="real", generation=2).reason == "exit status 0"
 
 
 def test_a_rank_that_fails_is_reported_with_its_last_words(head, start_agent):
@@ -151,7 +188,7 @@ def test_the_signals_of_a_terminal_and_of_a_service_manager_are_left_to_the_head
 
 def test_an_agent_whose_head_falls_silent_gives_up_and_leaves_nothing(head, start_agent):
     settings = "agent.HEAD_SILENCE_S, agent.HEARTBEAT_S = 1.0, 0.1"
-    script = f"from dlmserve.worker import agent; {settings}; agent.main({LIGHT_RANK!r})"
+    script = f"from dlmserve.worker import agent; {settings}; agent.main({LIGHT_RANK!r}, None)"
     process = start_agent("lonely", 1, command=[sys.executable, "-c", script])
     (rank,) = hellos(head, "lonely", 1)  # heartbeats are answered while this waits, and no longer
     pidfd = os.pidfd_open(rank.pid)

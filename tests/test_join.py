@@ -24,7 +24,7 @@ from dlmserve.worker import agent
 from dlmserve import cli, join
 class Light(agent.Agent):
     def __init__(self, *args, **more):
-        super().__init__(*args, rank_command=[sys.executable, "-m", "tests.light_rank"], **more)
+        super().__init__(*args, rank_command=[sys.executable, "-m", "tests.light_rank"], spare_command=None, **more)
 join.Agent = Light
 sys.exit(cli.main(["join", *sys.argv[1:]]))
 """

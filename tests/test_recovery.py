@@ -53,7 +53,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def hanging_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     command = Head._agent_command
     ranks = [sys.executable, "-m", "tests.hanging_rank"]
-    program = ["-c", f"from dlmserve.worker.agent import main; main({ranks!r})"]
+    program = ["-c", f"from dlmserve.worker.agent import main; main({ranks!r}, None)"]
 
     def agent_command(head: Head, endpoint: str) -> list[str]:
         python, _, _, *flags = command(head, endpoint)

@@ -1,15 +1,15 @@
 """The node agent: starts one rank process per device of its node, watches them, restarts those that end.
 
-Owns the rank processes and their output. Knows nothing of models or instances, and never imports torch: ranks
-find out what to do from the head. An agent that goes, or loses its head, takes its ranks with it.
+It keeps one process more that has imported everything already (spare.py): the next rank that is lost comes back as
+that one, in a fraction of the time. Owns the rank processes and their output. Knows nothing of models or
+instances, and never imports torch: ranks find out what to do from the head. An agent that goes, or loses its
+head, takes its ranks with it.
 """
 
 import argparse
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,63 +31,18 @@ from dlmserve.messages import (
 )
 from dlmserve.transport import Dealer
 from dlmserve.worker.lifeline import HEARTBEAT_S, die_with_parent, leave_signals_to_head
+from dlmserve.worker.rank_process import NO_DEVICE, RankProcess
 
 HEAD_SILENCE_S = 30.0  # without a word from the head
 YOUNG_S = 20.0  # a rank that ends earlier failed to start; the next one waits longer, up to
 MAX_BACKOFF_S = 30.0
-MAX_LINE_BYTES = 65536
 RANK_COMMAND = [sys.executable, "-m", "dlmserve.worker.rank"]
+SPARE_COMMAND = [sys.executable, "-m", "dlmserve.worker.spare"]
+SPARE_AFTER_S = 10.0  # after the last start of a rank, which it would slow down
 
 
 class Left(Exception):
     """The node leaves its head of its own accord."""
-
-
-class RankProcess:
-    """One life of one device's rank; stdout and stderr come through one pipe."""
-
-    def __init__(self, device: int, generation: int, command: list[str], env: dict[str, str]) -> None:
-        self.device = device
-        self.generation = generation
-        self.started_at = time.monotonic()
-        self.process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        assert self.process.stdout
-        self.output = self.process.stdout.fileno()
-        os.set_blocking(self.output, False)
-        self.pidfd = os.pidfd_open(self.process.pid)
-        self.last_line = b""
-        self._unfinished_line = b""
-
-    def read_lines(self) -> list[bytes] | None:
-        """What it wrote since; None when nothing will follow."""
-        try:
-            data = os.read(self.output, MAX_LINE_BYTES)
-        except BlockingIOError:
-            return []
-        if not data:
-            return None
-        *lines, rest = (self._unfinished_line + data).split(b"\n")
-        if len(rest) >= MAX_LINE_BYTES:
-            lines, rest = [*lines, rest], b""
-        self._unfinished_line = rest
-        self.last_line = next((line for line in reversed(lines) if line.strip()), self.last_line)
-        return lines
-
-    def exit_reason(self) -> str:
-        """How it ended, with its last words where it failed by itself."""
-        code = self.process.returncode
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        words = self.last_line.decode(errors="replace").strip()
-        return how if code in (0, -signal.SIGKILL) or not words else f"{how}: {words}"
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout
-        self.process.stdout.close()
-        os.close(self.pidfd)
 
 
 class Agent:
@@ -101,13 +56,15 @@ class Agent:
         device: str,
         run_dir: str,
         rank_command: list[str] = RANK_COMMAND,
+        spare_command: list[str] | None = SPARE_COMMAND,
         keys_file: str | None = None,
         model: str | None = None,
         head_silence_s: float | None = None,
     ) -> None:
+        """`spare_command` None: no spare process is kept."""
         self._head, self._node, self._num_devices = head, node, num_devices
         self._device, self._run_dir, self._rank_command = device, run_dir, rank_command
-        self._keys_file, self._model = keys_file, model
+        self._spare_command, self._keys_file, self._model = spare_command, keys_file, model
         self._head_silence_s = HEAD_SILENCE_S if head_silence_s is None else head_silence_s
         self._env = rank_environment(num_devices)
         self._dealer = Dealer(head, f"{node}:agent", keys.read(keys_file, "node") if keys_file else None)
@@ -115,6 +72,8 @@ class Agent:
         self._handlers: dict[object, Callable[[], None]] = {}
         self._ranks: dict[int, RankProcess] = {}  # by device; none while its restart waits
         self._starts: dict[int, tuple[float, int]] = {}  # by device: when, and which generation
+        self._spare: RankProcess | None = None
+        self._spare_at = math.inf  # when to start the next one
         self._num_young_deaths = [0] * num_devices
         self._beat_at = self._heard_at = time.monotonic()
         self._stopping = False
@@ -156,9 +115,11 @@ class Agent:
             if now >= start_at:
                 del self._starts[device]
                 self._start(device, generation)
+        if now >= self._spare_at and not self._starts:
+            self._start_spare()
 
     def _wait_ms(self, now: float) -> int:
-        due_at = min([self._beat_at, *(start_at for start_at, _ in self._starts.values())])
+        due_at = min([self._beat_at, self._spare_at, *(start_at for start_at, _ in self._starts.values())])
         return math.ceil(max(0.0, due_at - now) * 1000)
 
     def _start(self, device: int, generation: int) -> None:
@@ -174,8 +135,22 @@ class Agent:
         options |= {"keys": self._keys_file} if self._keys_file else {}
         options |= {"model": self._model} if self._model else {}
         flags = [f"--{name}={value}" for name, value in options.items()]
-        rank = RankProcess(device, generation, self._rank_command + flags, self._env)
-        self._ranks[device] = rank
+        if self._spare and self._spare.become(device, generation, flags):
+            self._ranks[device], self._spare = self._spare, None
+        else:
+            rank = RankProcess(device, generation, self._rank_command + flags, self._env)
+            self._ranks[device] = rank
+            self._attend(rank)
+        if self._spare_command:
+            self._spare_at = time.monotonic() + SPARE_AFTER_S
+
+    def _start_spare(self) -> None:
+        self._spare_at = math.inf
+        if self._spare is None and self._spare_command:
+            self._spare = RankProcess(NO_DEVICE, 0, [*self._spare_command, str(os.getpid())], self._env)
+            self._attend(self._spare)
+
+    def _attend(self, rank: RankProcess) -> None:
         self._watch(rank.output, partial(self._forward_output, rank))
         self._watch(rank.pidfd, partial(self._reap, rank))
 
@@ -200,6 +175,9 @@ class Agent:
         self._forward_output(rank)
         self._unwatch(rank.output, rank.pidfd)
         rank.close()
+        if rank is self._spare:
+            self._spare, self._spare_at = None, time.monotonic() + MAX_BACKOFF_S
+            return
         del self._ranks[rank.device]
         self._dealer.send(RankExited(self._node, rank.device, rank.generation, rank.exit_reason()))
         if rank.process.returncode == 0:  # told to go: not to be replaced
@@ -214,7 +192,8 @@ class Agent:
         if lines is None:
             self._unwatch(rank.output)
             return
-        prefix = f"[{self._node}:{rank.device}] ".encode()
+        name = "spare" if rank.device == NO_DEVICE else rank.device
+        prefix = f"[{self._node}:{name}] ".encode()
         sys.stderr.buffer.write(b"".join(prefix + line + b"\n" for line in lines))
         sys.stderr.buffer.flush()
 
@@ -228,10 +207,11 @@ class Agent:
                 self._poller.unregister(source)
 
     def _kill_ranks(self) -> None:
-        for rank in self._ranks.values():
-            rank.process.kill()
-        for rank in self._ranks.values():
-            rank.close()
+        processes = [*self._ranks.values(), *([self._spare] if self._spare else [])]
+        for process in processes:
+            process.process.kill()
+        for process in processes:
+            process.close()
 
 
 def check_name(node: str) -> None:
@@ -254,7 +234,7 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
-def main(rank_command: list[str] = RANK_COMMAND) -> None:
+def main(rank_command: list[str] = RANK_COMMAND, spare_command: list[str] | None = SPARE_COMMAND) -> None:
     parser = argparse.ArgumentParser(prog="python -m dlmserve.worker.agent", description=__doc__)
     parser.add_argument("--head", required=True, help="ZeroMQ endpoint of the head")
     parser.add_argument("--node", required=True, help="name of this node")
@@ -265,7 +245,8 @@ def main(rank_command: list[str] = RANK_COMMAND) -> None:
     die_with_parent()
     leave_signals_to_head()
     try:
-        Agent(args.head, args.node, args.devices, args.device, args.run_dir, rank_command).run()
+        node = (args.head, args.node, args.devices, args.device, args.run_dir)
+        Agent(*node, rank_command, spare_command).run()
     except WorkerError as error:
         sys.exit(f"dlmserve agent: {error}")
 

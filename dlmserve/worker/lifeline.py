@@ -14,6 +14,7 @@ from dlmserve.messages import Heartbeat
 from dlmserve.transport import Dealer
 
 HEARTBEAT_S = 1.0
+NICE = 5
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -36,6 +37,11 @@ def leave_signals_to_head() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def yield_to_head() -> None:
+    """On a CPU the head lives on the same cores, and must answer at once."""
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
 
 
 def start_heartbeat(endpoint: str, identity: str, beat: Heartbeat, keys: Keys | None) -> None:

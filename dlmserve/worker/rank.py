@@ -31,7 +31,7 @@ from dlmserve.messages import (
     Shutdown,
 )
 from dlmserve.transport import Dealer, PlanReceiver
-from dlmserve.worker.lifeline import die_with_parent, leave_signals_to_head, start_heartbeat
+from dlmserve.worker.lifeline import die_with_parent, leave_signals_to_head, start_heartbeat, yield_to_head
 from dlmserve.worker.step_loop import Engine, follow, lead
 
 if TYPE_CHECKING:
@@ -138,6 +138,13 @@ def is_device_usable(device: str, error: Exception) -> bool:
     return isinstance(error, DlmServeError) and not isinstance(error, WorkerError)
 
 
+def import_all() -> None:
+    """What takes long; not before the process is tied to its parent."""
+    import torch  # noqa: F401
+
+    from dlmserve.worker import build, parallel, profiler, shards  # noqa: F401
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dlmserve.worker.rank", description="Run by the agent.")
     parser.add_argument("--head", required=True, help="ZeroMQ endpoint of the head")
@@ -162,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     from dlmserve.worker.shards import KeptShards
 
     if args.device == "cpu":
-        os.nice(5)  # the head lives on the same cores and must answer at once
+        yield_to_head()
     else:
         torch.cuda.set_device(args.device)
         torch.empty(1, device=args.device)  # makes the context now, not while an instance is formed
