@@ -33,17 +33,17 @@ Fault = Callable[[Cluster, Clients, random.Random], Awaitable[bool]]  # whether 
 
 
 async def kill_rank(cluster: Cluster, clients: Clients, rng: random.Random) -> bool:
-    os.kill(rng.choice(cluster.ranks("local")), signal.SIGKILL)
+    os.kill(rng.choice(await cluster.ranks("local")), signal.SIGKILL)
     return True
 
 
 async def kill_rank_of_node(cluster: Cluster, clients: Clients, rng: random.Random) -> bool:
-    os.kill(cluster.ranks("b")[0], signal.SIGKILL)
+    os.kill((await cluster.ranks("b"))[0], signal.SIGKILL)
     return True
 
 
 async def stop_rank(cluster: Cluster, clients: Clients, rng: random.Random) -> bool:
-    os.kill(rng.choice(cluster.ranks("local")), signal.SIGSTOP)
+    os.kill(rng.choice(await cluster.ranks("local")), signal.SIGSTOP)
     return True
 
 
@@ -69,7 +69,7 @@ async def node_leaves(cluster: Cluster, clients: Clients, rng: random.Random) ->
 
 async def cut_node_off(cluster: Cluster, clients: Clients, rng: random.Random) -> bool:
     """All processes of the node stand still, longer than the head waits, and come back."""
-    pids = [cluster.node.pid, *cluster.ranks("b")]
+    pids = [cluster.node.pid, *await cluster.ranks("b")]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     end_at = time.monotonic() + RECOVERY_LIMIT_S
@@ -79,7 +79,7 @@ async def cut_node_off(cluster: Cluster, clients: Clients, rng: random.Random) -
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     await cluster.until_whole(RECOVERY_LIMIT_S)
-    assert cluster.ranks("b") == pids[1:], "a node that came back had its rank restarted"
+    assert await cluster.ranks("b") == pids[1:], "a node that came back had its rank restarted"
     return False
 
 
@@ -166,7 +166,7 @@ async def one_fault(fault: Fault, cluster: Cluster, clients: Clients, rng: rando
 
 async def replace_head(cluster: Cluster, clients: Clients) -> dict:
     """SIGKILL; another head on the same ports takes the node back with the ranks that it has."""
-    ranks = cluster.ranks("b")
+    ranks = await cluster.ranks("b")
     killed_at = time.monotonic()
     clients.outages.append((killed_at, float("inf")))
     cluster.head.kill()
@@ -174,7 +174,10 @@ async def replace_head(cluster: Cluster, clients: Clients) -> dict:
     cluster.head = cluster.start_head()
     await cluster.until_whole()
     clients.outages[-1] = (killed_at, time.monotonic())
-    return {"whole_s": round(time.monotonic() - killed_at, 2), "ranks_kept": cluster.ranks("b") == ranks}
+    return {
+        "whole_s": round(time.monotonic() - killed_at, 2),
+        "ranks_kept": await cluster.ranks("b") == ranks,
+    }
 
 
 async def idle(cluster: Cluster, clients: Clients) -> dict:

@@ -85,9 +85,10 @@ class Cluster:
         self.seen |= {(pid, started(pid)) for pid in running}
         return running
 
-    def ranks(self, node: str) -> list[int]:
-        words = ("dlmserve.worker.rank", f"--node={node}")
-        return sorted(pid for pid, line in self.processes().items() if all(word in line for word in words))
+    async def ranks(self, node: str) -> list[int]:
+        """Those that the head knows of, by their pids."""
+        devices = (await self.describe())["devices"]
+        return sorted(each["pid"] for each in devices if each["node"] == node and each["state"] != "down")
 
     def left_over(self) -> list[str]:
         """Processes that outlive both the head and the node."""

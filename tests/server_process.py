@@ -1,6 +1,7 @@
 """A real `python -m dlmserve` on a free port, its clients, and the processes below it."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -88,7 +89,8 @@ class Server:
         return with_descendants([self.process.pid]) - {self.process.pid}
 
     def ranks(self) -> list[int]:
-        return sorted(pid for pid in self.descendants() if "dlmserve.worker.rank" in command_line(pid))
+        devices = json.loads(self.get("/v1/cluster"))["devices"]
+        return sorted(each["pid"] for each in devices if each["state"] != "down")
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal and waits; the exit status."""

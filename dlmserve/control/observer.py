@@ -143,6 +143,7 @@ def _describe_rank(rank: Rank) -> dict:
         "node": rank.id.node,
         "device": rank.id.device,
         "generation": rank.id.generation,
+        "pid": rank.pid,
         "state": rank.state,
         "instance": rank.instance if rank.state == "busy" else None,
     }

@@ -54,7 +54,8 @@ def to_event(message: ToHead) -> Event | None:
         case FormFailed(instance, tp_rank, error) | Dissolved(instance, tp_rank, error):
             return RankLeft(instance, tp_rank, error)
         case RankHello():
-            return RankUp(RankId(message.node, message.device, message.generation), message.plan_endpoint)
+            rank = RankId(message.node, message.device, message.generation)
+            return RankUp(rank, message.plan_endpoint, message.pid)
         case RankExited(node, device, generation, reason):
             return RankLost(RankId(node, device, generation), reason, exited=True)
         case AgentHello():

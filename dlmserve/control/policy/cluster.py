@@ -42,6 +42,7 @@ class Rank:
 
     id: RankId
     plan_endpoint: str
+    pid: int | None = None
     state: Literal["free", "busy", "leaving", "down"] = "free"
     instance: str = ""  # the formation it is in, or leaves
     tp_rank: int = -1
@@ -171,13 +172,13 @@ class Cluster:
             del self.ranks[id[:2]]
         return [each for each in lost if each]
 
-    def add_rank(self, id: RankId, plan_endpoint: str, now: float) -> LostInstance | None:
+    def add_rank(self, id: RankId, plan_endpoint: str, pid: int | None, now: float) -> LostInstance | None:
         """A rank said hello; its device's older process, if still on the books, is gone then."""
         old = self.ranks.get(id[:2])
         if old and old.id.generation >= id.generation:
             return None
         lost = self.remove_rank(old.id, now, "another process took its place") if old else None
-        self.ranks[id[:2]] = Rank(id, plan_endpoint)
+        self.ranks[id[:2]] = Rank(id, plan_endpoint, pid)
         self._early_exits.pop(id[:2], None)
         return lost
 

@@ -59,6 +59,7 @@ class RankUp:
 
     rank: RankId
     plan_endpoint: str
+    pid: int | None = None  # on its node
 
 
 @dataclass(frozen=True)

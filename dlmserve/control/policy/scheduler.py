@@ -100,8 +100,8 @@ class Scheduler:
                 actions = self._rank_formed(now, event)
             case RankLeft(instance, tp_rank, error):
                 actions = self._lost(now, self.cluster.rank_left(instance, tp_rank, now, error))
-            case RankUp(rank, plan_endpoint):
-                actions = self._lost(now, self.cluster.add_rank(rank, plan_endpoint, now))
+            case RankUp(rank, plan_endpoint, pid):
+                actions = self._lost(now, self.cluster.add_rank(rank, plan_endpoint, pid, now))
             case RankLost():
                 actions = self._rank_lost(now, event)
             case NodeUp(node, num_devices):
