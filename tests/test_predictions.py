@@ -16,7 +16,7 @@ def make_progress(confidences: list[float], **fields) -> Progress:
         "output_length": 64, "block_length": 8, "prompt_length": 20, "num_masks_before_end": 16,
         "hidden": (1.5, 2.0),
     }  # fmt: skip
-    return Progress(**(values | fields), confidences=tuple(confidences))
+    return Progress(**(values | fields), confidences=tuple(sorted(confidences)))
 
 
 def test_the_features_are_those_of_the_paper_and_four_of_our_own() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dlmserve.control.policy.predictions import OUTPUT_LENGTH
+from dlmserve.control.policy.predictions import FEATURES, OUTPUT_LENGTH
 from dlmserve.control.policy.step_predictor import CatBoostPredictor
 
 MAX_DEPTH = 8  # splits of a tree: they make one byte, the index of its leaf
@@ -27,22 +27,30 @@ class Forest:
         trees = model["oblivious_trees"]
         self._scale, (self._bias,) = model["scale_and_bias"]
         # A tree of fewer splits is filled up with some that no value passes.
-        self._columns = np.zeros((len(trees), MAX_DEPTH), dtype=np.intp)
-        self._borders = np.full((len(trees), MAX_DEPTH), np.inf, dtype=np.float32)
+        columns = np.zeros((len(trees), MAX_DEPTH), dtype=np.intp)
+        borders = np.full((len(trees), MAX_DEPTH), np.inf, dtype=np.float32)
         self._leaves = np.zeros((len(trees), 2**MAX_DEPTH))
         for row, tree in enumerate(trees):
             for place, split in enumerate(tree["splits"]):
-                self._columns[row, place] = split["float_feature_index"]
-                self._borders[row, place] = split["border"]
+                columns[row, place] = split["float_feature_index"]
+                borders[row, place] = split["border"]
             self._leaves[row, : len(tree["leaf_values"])] = tree["leaf_values"]
         self._first_leaf = np.arange(len(trees)) * 2**MAX_DEPTH
+        # The threshold is the last input. Its splits and the features' set different bits of a leaf's index.
+        of_threshold = columns == len(FEATURES)
+        self._columns = np.where(of_threshold, 0, columns)
+        self._borders = np.where(of_threshold, np.float32(np.inf), borders)
+        self._threshold_borders = np.where(of_threshold, borders, np.float32(np.inf))
 
     def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-        num = len(features)
-        rows = np.repeat(features, len(thresholds), axis=0)
-        inputs = np.column_stack((rows, np.tile(thresholds, num))).astype(np.float32)
-        passed = inputs[:, self._columns] > self._borders
-        leaf = np.packbits(passed, axis=2, bitorder="little")[:, :, 0]
-        values = self._leaves.ravel()[leaf + self._first_leaf].sum(axis=1)
-        share = (self._scale * values + self._bias).reshape(num, len(thresholds))
+        by_features = _bits(features.astype(np.float32)[:, self._columns] > self._borders)
+        by_threshold = _bits(thresholds.astype(np.float32)[:, None, None] > self._threshold_borders)
+        leaf = by_features[:, None] + by_threshold
+        values = self._leaves.ravel()[leaf + self._first_leaf].sum(axis=2)
+        share = self._scale * values + self._bias
         return np.maximum(share * features[:, OUTPUT_LENGTH, None], 1.0)
+
+
+def _bits(passed: np.ndarray) -> np.ndarray:
+    """One byte for each row and tree of bool [n, trees, MAX_DEPTH]."""
+    return np.packbits(passed, axis=2, bitorder="little")[:, :, 0]

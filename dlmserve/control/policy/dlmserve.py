@@ -100,15 +100,17 @@ class Dlmserve(SloPolicy):
         """(KV pages, tokens of canvases, tokens of a step) that each instance still takes, float [room, 3]."""
         free = np.array([(each.pages, each.tokens, np.inf) for each in room]).reshape(len(room), 3)
         if self.options["efficient_batch"]:
-            taken_in_turn = 1 + TURNAROUND_STEPS / view.history.steps_per_request
-            step_s = self._short_step_s(view)
-            for row, each in zip(free, room, strict=True):
-                if each.instance.residents:
-                    degree = each.instance.tp_degree
-                    most = view.costs.efficient_tokens(degree, INEFFICIENCY)
-                    most = max(taken_in_turn * most, view.costs.tokens_within(degree, step_s))
-                    row[2] = most - self._batches[each.instance.slot.index]
+            most = {each: self._most_tokens(view, each) for each in {r.instance.tp_degree for r in room}}
+            for row, (instance, _, _) in zip(free, room, strict=True):
+                if instance.residents:
+                    row[2] = most[instance.tp_degree] - self._batches[instance.slot.index]
         return free
+
+    def _most_tokens(self, view: View, degree: int) -> float:
+        """Of a step: efficient, or short."""
+        taken_in_turn = 1 + TURNAROUND_STEPS / view.history.steps_per_request
+        efficient = taken_in_turn * view.costs.efficient_tokens(degree, INEFFICIENCY)
+        return max(efficient, view.costs.tokens_within(degree, self._short_step_s(view)))
 
     def _short_step_s(self, view: View) -> float:
         """Of steps that take a request through in a small part of the usual SLO; 0 without SLOs."""

@@ -48,7 +48,7 @@ class Progress(NamedTuple):
     block_length: int
     prompt_length: int
     num_masks_before_end: int  # masked output positions before the first end token, or in all
-    confidences: tuple[float, ...]  # of the output positions computed so far, in any order
+    confidences: tuple[float, ...]  # of the output positions computed so far, ascending
     hidden: tuple[float, float] = NOT_READ  # blocks after the current one, and steps left in that one
 
 
@@ -64,35 +64,27 @@ def features(progress: Sequence[Progress]) -> np.ndarray:
     table[:, 2] = block / (length / block_length)
     table[:, 3] = in_block / block_length
     table[:, 4] = length
-    table[:, 5:10] = _confidence_features([row.confidences for row in progress])
+    table[:, 5:10] = [_confidence_features(row.confidences) for row in progress]
     table[:, 10] = prompt_length
     table[:, 11] = before_end / length
     table[:, 12:] = [row.hidden for row in progress]
     return table
 
 
-def _confidence_features(rows: list[tuple[float, ...]]) -> np.ndarray:
-    """Minimum, lower quartile, median, mean and upper quartile of each row, [n, 5]."""
-    counts = np.array([len(row) for row in rows])
-    padded = np.full((len(rows), max(1, counts.max())), np.inf)
-    for values, row in zip(padded, rows, strict=True):
-        values[: len(row)] = row
-    known = np.arange(padded.shape[1]) < counts[:, None]
-    means = np.where(known, padded, 0.0).sum(axis=1) / np.maximum(counts, 1)
-    padded.sort(axis=1)
-    minimum, low, median, high = _quantiles(padded, counts, np.array([0.0, 0.25, 0.5, 0.75])).T
-    return np.where(counts[:, None] > 0, np.stack([minimum, low, median, means, high], axis=1), 0.0)
+def _confidence_features(values: Sequence[float]) -> tuple[float, ...]:
+    """Minimum, lower quartile, median, mean and upper quartile of ascending values; 0 where there are none."""
+    if not values:
+        return (0.0,) * 5
+    low, median, high = (_quantile(values, share) for share in (0.25, 0.5, 0.75))
+    return values[0], low, median, sum(values) / len(values), high
 
 
-def _quantiles(padded: np.ndarray, counts: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """numpy's linear quantiles of the first counts[i] values of each sorted row, [n, shares]."""
-    last = np.maximum(counts - 1, 0)[:, None]
-    place = shares * last
-    below = place.astype(int)
-    rows = np.arange(len(padded))[:, None]
-    found = padded[rows, below], padded[rows, np.minimum(below + 1, last)]
-    low, high = np.where(counts[:, None] > 0, found, 0.0)
-    return low + (place - below) * (high - low)
+def _quantile(values: Sequence[float], share: float) -> float:
+    """numpy's linear one, of ascending values."""
+    place = share * (len(values) - 1)
+    below = int(place)
+    low = values[below]
+    return low + (place - below) * (values[min(below + 1, len(values) - 1)] - low)
 
 
 class StepPredictor(Protocol):

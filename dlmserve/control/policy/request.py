@@ -108,7 +108,7 @@ class RequestState:
     block: int = 0  # the one its next step works on
     masks_in_block: int = field(init=False)  # left in that block
     answer_end: int = field(init=False)  # column of the first end token so far, or where the answer is cut
-    confidences: list[float] = field(default_factory=list)  # of its unmasked tokens, in order
+    confidences: list[float] = field(default_factory=list)  # of its unmasked tokens, in any order
     masked_confidences: list[float] = field(default_factory=list)  # of masked positions, at its last step
     hidden: tuple[float, float] = NOT_READ  # as of now, from what was read at its last recompute step
     cache_lost: bool = False  # it is inside a block, and no instance holds its K/V
@@ -149,6 +149,7 @@ class RequestState:
 
     def progress(self) -> Progress:
         spec, block_length = self.spec, self.spec.decoding.block_length
+        self.confidences.sort()  # in place: next time nearly all of them are in order
         return Progress(
             self.number,
             self.steps,
@@ -159,7 +160,7 @@ class RequestState:
             block_length,
             spec.output_start,
             self.canvas[spec.output_start : self.answer_end].count(self.mask_id),
-            (*self.confidences, *self.masked_confidences),
+            tuple(sorted(self.confidences + self.masked_confidences)),
             self.hidden,
         )
 
@@ -170,8 +171,9 @@ class RequestState:
         canvas, num_unmasked = self.canvas, len(step.positions)
         for position, token in zip(step.positions, step.tokens, strict=True):
             canvas[position] = token
-            if token in self.eos_ids and position < self.answer_end:
-                self.answer_end = position
+        if not self.eos_ids.isdisjoint(step.tokens):
+            ends = [at for at, token in zip(step.positions, step.tokens, strict=True) if token in self.eos_ids]
+            self.answer_end = min(self.answer_end, *ends)
         self.steps += 1
         self.recompute_steps += step.recompute
         self.num_unmasked += num_unmasked

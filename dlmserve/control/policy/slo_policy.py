@@ -15,7 +15,7 @@ from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.remaining import Rows
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.threshold import pick
-from dlmserve.control.policy.view import Decision, Move, View
+from dlmserve.control.policy.view import NOTHING, Decision, Move, View
 
 CONTROL_S = 0.1
 
@@ -63,10 +63,9 @@ class SloPolicy(Policy, ABC):
         return outlook.slack_s(now) - self.options["reserve"] * np.where(np.isfinite(slo_s), slo_s, 0.0)
 
     def decide(self, now: float, view: View) -> Decision:
-        rows = residents_of(view, view.changed_slots)
         moves = tuple(self.step_moves(view)) if self.options["moves"] else ()
-        if not len(rows):
-            return Decision(moves=moves)
+        if not view.changed_slots or not len(rows := residents_of(view, view.changed_slots)):
+            return Decision(moves=moves) if moves else NOTHING
         return Decision(self._levels(now, self.outlook(view, rows), rows["cap"]), moves=moves)
 
     def control(self, now: float, view: View) -> Decision | None:
