@@ -172,7 +172,9 @@ class RequestState:
         for position, token in zip(step.positions, step.tokens, strict=True):
             canvas[position] = token
         if not self.eos_ids.isdisjoint(step.tokens):
-            ends = [at for at, token in zip(step.positions, step.tokens, strict=True) if token in self.eos_ids]
+            ends = [
+                at for at, token in zip(step.positions, step.tokens, strict=True) if token in self.eos_ids
+            ]
             self.answer_end = min(self.answer_end, *ends)
         self.steps += 1
         self.recompute_steps += step.recompute
