@@ -47,9 +47,18 @@ async def stop_rank(cluster: Cluster, clients: Clients, rng: random.Random) -> b
     return True
 
 
+async def kill_planner(cluster: Cluster, clients: Clients, rng: random.Random) -> bool:
+    [killed] = cluster.pids_of("dlmserve.control.planning.process")
+    os.kill(killed, signal.SIGKILL)
+    end_at = time.monotonic() + RECOVERY_LIMIT_S
+    while not set(cluster.pids_of("dlmserve.control.planning.process")) - {killed}:
+        assert time.monotonic() < end_at, "the planner was not started again"
+        await asyncio.sleep(0.2)
+    return False
+
+
 async def kill_agent(cluster: Cluster, clients: Clients, rng: random.Random) -> bool:
-    agents = [pid for pid, line in cluster.processes().items() if "dlmserve.worker.agent" in line]
-    os.kill(agents[0], signal.SIGKILL)
+    os.kill(cluster.pids_of("dlmserve.worker.agent")[0], signal.SIGKILL)
     return True
 
 
@@ -122,8 +131,8 @@ async def strangers(cluster: Cluster, clients: Clients, rng: random.Random) -> b
 
 
 FAULTS: list[Fault] = [
-    kill_rank, kill_rank_of_node, stop_rank, kill_agent, kill_node, node_leaves, cut_node_off, change_layout,
-    clients_leave, flood, not_finite, strangers,
+    kill_rank, kill_rank_of_node, stop_rank, kill_planner, kill_agent, kill_node, node_leaves, cut_node_off,
+    change_layout, clients_leave, flood, not_finite, strangers,
 ]  # fmt: skip
 
 

@@ -62,6 +62,10 @@ class Cluster:
         flags += ["--port", self.base.rpartition(":")[2], "--listen", self.nodes_endpoint]
         flags += ["--keys", str(self.folder / "head.key"), "--admin-key", ADMIN_KEY, "--tp-layout", "1,1,1"]
         flags += ["--heartbeat-timeout-s", "4", "--step-timeout-s", "8", "--max-queue", "48"]
+        flags += [
+            "--reconfigure-every",
+            "3600",
+        ]  # so that there is a planner; the storm changes the layout itself
         return self._run(*flags)
 
     def start_node(self) -> subprocess.Popen:
@@ -84,6 +88,9 @@ class Cluster:
         }
         self.seen |= {(pid, started(pid)) for pid in running}
         return running
+
+    def pids_of(self, module: str) -> list[int]:
+        return [pid for pid, line in self.processes().items() if module in line]
 
     async def ranks(self, node: str) -> list[int]:
         """Those that the head knows of, by their pids."""

@@ -40,7 +40,7 @@ VARIANTS = {
     "Alg. 2 only": ("tediserve", {"alg1": 0.0}),
     "both": ("tediserve", {}),
 }
-ABLATION_RPS = 20.0
+ABLATION_RPS = 26.0
 ALL_AT_ONCE = 1e6
 STEP_TOKENS = (16384, 4096, 2048)
 TRACE_POLICIES = ("infaas", "tediserve", "dlmserve")
