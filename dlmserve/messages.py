@@ -16,7 +16,7 @@ import msgspec
 
 from dlmserve.errors import DlmServeError, NotFinite, OutOfPages, ProtocolError, WorkerError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 CacheMode = Literal["none", "prefix", "dual"]
 RuleName = Literal["threshold", "factor", "steps"]
@@ -171,6 +171,7 @@ class Form(Message, frozen=True):
     attention: str = "auto"  # the back end, see worker/attention
     memory_fraction: float = 0.9  # of a GPU's memory: weights, activations and KV pages together
     hidden_reader: str = ""  # file of a network that reads hidden states; "": none
+    recompute_tokens: int = 0  # of a step's block starts together, at least one; 0: no limit
 
 
 class Formed(Message, frozen=True):

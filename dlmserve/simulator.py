@@ -292,8 +292,8 @@ class Simulator:
                     self._forget(request)
                 case MakePlan(problem):
                     self._at(self.now + self._scenario.plan_s, self._plan, problem)
-                case FormInstance(instance, ranks):
-                    self._form(instance, len(ranks))
+                case FormInstance(instance, ranks, recompute_tokens):
+                    self._form(instance, len(ranks), recompute_tokens)
                 case DissolveInstance(instance):
                     self._dissolve(instance)
 
@@ -301,13 +301,12 @@ class Simulator:
         self._eos_at.pop(request, None)
         self._num_left -= 1
 
-    def _form(self, name: str, tp_degree: int) -> None:
+    def _form(self, name: str, tp_degree: int, recompute_tokens: int) -> None:
         """The first ones at once: how a server starts is not what is simulated here."""
         scenario = self._scenario
         num_pages = scenario.num_pages * tp_degree
-        engine = SimulatedEngine(
-            self._decoder, num_pages, scenario.page_size, self._eos_at, scenario.max_step_tokens
-        )
+        budgets = scenario.max_step_tokens, recompute_tokens
+        engine = SimulatedEngine(self._decoder, num_pages, scenario.page_size, self._eos_at, *budgets)
         self._workers[name] = Worker(name, tp_degree, engine)
         for tp_rank in range(tp_degree):
             ready_at = self.now + scenario.regroup_s if self.now else 0.0

@@ -77,9 +77,10 @@ START = {number: len(prompt) for number, prompt in enumerate(PROMPTS)}
 
 @pytest.fixture
 def make_engine(golden_folder: Callable[[str], str]) -> Callable[..., Engine]:
-    def make(eos: int = NO_EOS) -> Engine:
+    def make(eos: int = NO_EOS, recompute_tokens: int = 0) -> Engine:
         spec = ModelSpec(golden_folder("llada/model_A"), "auto", "float32", MASK, [eos])
-        return build_engine(Form("i", 0, 1, [], "", spec, 4096, 8, 64, PAGE, 10.0), "cpu", SOLO)
+        form = Form("i", 0, 1, [], "", spec, 4096, 8, 64, PAGE, 10.0, recompute_tokens=recompute_tokens)
+        return build_engine(form, "cpu", SOLO)
 
     return make
 
@@ -133,12 +134,15 @@ def assert_same(
     num_pages: int = 64,
     eos_at: dict[int, int] | None = None,
     max_step_tokens: int = simulated.MAX_STEP_TOKENS,
+    recompute_tokens: int = 0,
 ) -> None:
     courses: dict[int, list[RequestStep]] = {}
     for result in real_results:
         for step in result.requests:
             courses.setdefault(step.request, []).append(step)
-    engine = SimulatedEngine(Replay(courses), num_pages, PAGE, eos_at or {}, max_step_tokens)
+    engine = SimulatedEngine(
+        Replay(courses), num_pages, PAGE, eos_at or {}, max_step_tokens, recompute_tokens
+    )
     same = {at: list(map(as_simulated, commands)) for at, commands in script.items()}
     assert outline(play(engine, same)) == outline(real_results)
 
@@ -198,6 +202,30 @@ def test_who_does_not_fit_in_a_step_takes_part_in_the_next(
     results = play(make_engine(), script)
     assert len(results[0].requests) == 1
     assert_same(results, script, max_step_tokens=50)
+
+
+def test_who_starts_a_block_waits_while_others_do_and_delays_nobody_inside_one(
+    make_engine: Callable[..., Engine],
+) -> None:
+    script: Script = {0: [admit(0), admit(1), admit(2)]}
+    at_once, in_turn = play(make_engine(), script), play(make_engine(recompute_tokens=40), script)
+    starts = [[step.request for step in result.requests if step.recompute] for result in in_turn]
+    assert [len(each) for each in starts[:3]] == [1, 1, 1], "one fits into 40 tokens, two do not"
+    assert max(map(len, starts)) == 1
+    inside = {step.request for step in in_turn[1].requests if not step.recompute}
+    assert inside == set(starts[0]), "the first one goes on while the second recomputes"
+    assert _course(in_turn) == _course(at_once)
+    assert_same(in_turn, script, recompute_tokens=40)
+
+
+def _course(results: list) -> list[tuple]:
+    """What each request unmasked in each of its steps."""
+    steps = [step for result in results for step in result.requests]
+    return sorted((s.request, i, s.positions, s.tokens) for i, s in enumerate(sorted(steps, key=_by_request)))
+
+
+def _by_request(step: RequestStep) -> int:
+    return step.request
 
 
 def test_an_admission_beyond_the_pages_fails_alone() -> None:

@@ -86,17 +86,15 @@ class FormMaker:
     def forms(self, action: FormInstance, cluster: Cluster) -> list[tuple[RankId, Form]]:
         """One Form per rank of the instance."""
         endpoints = [cluster.ranks[id[:2]].plan_endpoint for id in action.ranks]
-        return [
-            (id, self._form(action.instance, tp_rank, endpoints)) for tp_rank, id in enumerate(action.ranks)
-        ]
+        return [(id, self._form(action, tp_rank, endpoints)) for tp_rank, id in enumerate(action.ranks)]
 
-    def _form(self, instance: str, tp_rank: int, plan_endpoints: list[str]) -> Form:
+    def _form(self, action: FormInstance, tp_rank: int, plan_endpoints: list[str]) -> Form:
         return Form(
-            instance=instance,
+            instance=action.instance,
             tp_rank=tp_rank,
             tp_degree=len(plan_endpoints),
             plan_endpoints=plan_endpoints,
-            key=f"{self._life}-{instance}",
+            key=f"{self._life}-{action.instance}",
             model=self._model,
             max_model_len=self._max_model_len,
             max_num_seqs=self._config.max_num_seqs,
@@ -106,4 +104,5 @@ class FormMaker:
             attention=self._config.attention,
             memory_fraction=self._config.memory_fraction,
             hidden_reader=self._hidden_reader,
+            recompute_tokens=action.recompute_tokens,
         )

@@ -90,8 +90,9 @@ class SimulatedEngine:
         page_size: int,
         eos_at: dict[int, int],
         max_step_tokens: int = MAX_STEP_TOKENS,
+        recompute_tokens: int = 0,
     ) -> None:
-        self._max_step_tokens = max_step_tokens
+        self._max_step_tokens, self._recompute_tokens = max_step_tokens, recompute_tokens
         self.num_pages, self.num_pages_in_use = num_pages, 0
         self._decoder, self._page_size, self._eos_at = decoder, page_size, eos_at
         self._residents: dict[int, Resident] = {}
@@ -170,16 +171,21 @@ class SimulatedEngine:
         return due
 
     def _choose(self) -> list[Resident]:
-        """Who takes part: those that waited longest first, up to the token budget, at least one."""
-        num_tokens = 0
-        waiting = sorted(self._residents.values(), key=_last_step)
-        for count, resident in enumerate(waiting):
+        """Who takes part: those that waited longest first, up to the token budgets, at least one."""
+        chosen: list[Resident] = []
+        num_tokens = recomputed = 0
+        for resident in sorted(self._residents.values(), key=_last_step):
             resident.span = _span(resident)
+            if resident.needs_recompute and self._recompute_tokens:
+                if recomputed and recomputed + resident.span > self._recompute_tokens:
+                    continue
+                recomputed += resident.span
             num_tokens += resident.span
-            if count and num_tokens > self._max_step_tokens:
-                return waiting[:count]
+            if chosen and num_tokens > self._max_step_tokens:
+                break
             resident.last_step = self._num_steps
-        return waiting
+            chosen.append(resident)
+        return chosen
 
     def _unmask(self, chosen: list[Resident]) -> list[RequestStep]:
         index, positions, confidences, left = self._decoder.step([resident.row for resident in chosen])

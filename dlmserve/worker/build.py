@@ -57,7 +57,8 @@ def build_on(
             limits = (form.max_num_seqs, form.max_model_len, form.page_size)
             for bucket in usual_buckets(info.default_block_length, *limits):
                 graphs.get(bucket)
-        engine = Engine(Runner(model, cache, device, graphs), form.model.mask_id, form.model.eos_ids)
+        runner = Runner(model, cache, device, graphs)
+        engine = Engine(runner, form.model.mask_id, form.model.eos_ids, form.recompute_tokens)
         engine.num_bytes_read = num_bytes_read
         if form.hidden_reader and form.tp_rank == 0:
             engine.hidden_reader = load_reader(form.hidden_reader, config.hidden_size, device.name)

@@ -64,13 +64,15 @@ class Engine:
     On a GPU the step runs between the two, beside whatever the caller does there; on a CPU it runs in `finish`.
     """
 
-    def __init__(self, runner: Runner, mask_id: int, eos_ids: list[int]) -> None:
+    def __init__(self, runner: Runner, mask_id: int, eos_ids: list[int], recompute_tokens: int = 0) -> None:
+        """`recompute_tokens`: as in Form."""
         self._runner, self._model, self._cache = runner, runner.model, runner.cache
         self._sampler = Sampler(self._model, mask_id)
         self._mask_id, self._eos_ids = mask_id, frozenset(eos_ids)
         self._residents: dict[int, Resident] = {}
         self._failed: list[Failure] = []
         self._num_steps = 0
+        self._recompute_tokens = recompute_tokens
         self.token_s = 0.0  # of the warm-up, per token
         self.num_bytes_read = 0  # of weights, when it was built
         self.hidden_reader: HiddenReader | None = None  # local to this rank: nothing is decided by it
@@ -190,12 +192,17 @@ class Engine:
         return due
 
     def _choose(self) -> list[StepPlan]:
-        """Who takes part, in the order of a batch: who waited longest, up to the token budget, at least one."""
+        """Who takes part, in the order of a batch: who waited longest, up to the token budgets, at least one."""
         chosen: list[StepPlan] = []
-        num_tokens = 0
+        num_tokens = recomputed = 0
         for resident in sorted(self._residents.values(), key=lambda r: r.last_step):
             plan = resident.plan()
-            num_tokens += plan.span.end - plan.span.start
+            span_tokens = plan.span.end - plan.span.start
+            if resident.needs_recompute and self._recompute_tokens:
+                if recomputed and recomputed + span_tokens > self._recompute_tokens:
+                    continue
+                recomputed += span_tokens
+            num_tokens += span_tokens
             if chosen and num_tokens > MAX_STEP_TOKENS:
                 break
             resident.last_step = self._num_steps

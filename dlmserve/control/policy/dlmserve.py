@@ -4,7 +4,8 @@
 * `levels`: everybody's threshold falls together, and only as far as each deadline needs.
 * `eos_aware`: blocks that a request's predicted steps leave no time for are not counted.
 * `least_slack`: who must start first goes first; who is lost anyhow goes last.
-* `efficient_batch`: an instance takes no more requests than make its steps efficient; the rest waits.
+* `efficient_batch`: an instance takes no more requests than make its steps efficient, or keep them short for the SLOs.
+* `stagger`: requests that start a block in the same step recompute one after another, not all at once.
 * `refresh`: under load, recompute steps compute the response only, before thresholds fall far.
 * `moves`: the STAR look-ahead, only for a predicted gain and with a cool-down.
 
@@ -32,9 +33,8 @@ REFRESH_HOLD_S = 3.0  # between two changes of the refresh lever
 REFRESH_HYSTERESIS = 0.7  # of the supply that must do before the lever is let go
 REFRESH_PAYS = 0.95  # the work that is left with it, at most, as a share of the work without
 INEFFICIENCY = 1.05  # cost per token that a batch may have over the cheapest
-SHORT_STAY = (
-    0.25  # of the SLO: a larger batch than the most efficient one does no harm while requests stay so long
-)
+SHORT_STAY = 0.25  # of the SLO: while requests stay no longer, a larger batch does no harm
+STAGGER_TOKENS = 2048  # where a token is cheapest on an H100: larger steps take longer than in proportion
 TURNAROUND_STEPS = 2  # that a seat stays empty: the next step has begun when the head hears of the free seat
 
 
@@ -48,6 +48,7 @@ class Dlmserve(SloPolicy):
         "eos_aware": 1.0,
         "least_slack": 1.0,
         "efficient_batch": 1.0,
+        "stagger": 1.0,
         "refresh": 1.0,
         "refresh_blocks": 8.0,  # whole canvas every so many blocks, where the lever is used
         "refresh_supply": 0.25,  # share of the capacity that must do for 0.9 without it
@@ -57,6 +58,7 @@ class Dlmserve(SloPolicy):
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)
         self._usual_refresh = config.refresh_blocks
+        self.recompute_tokens = STAGGER_TOKENS if self.options["stagger"] else 0
         self._refreshing = False
         self._refresh_changed_at = self._rebalanced_at = -np.inf
         self._batches = np.zeros(len(config.tp_layout))  # expected tokens of a step, by slot

@@ -199,10 +199,11 @@ class Drop:
 
 @dataclass(frozen=True)
 class FormInstance:
-    """Make an instance of these ranks, in the order of their tp_rank."""
+    """Make an instance of these ranks, in the order of their tp_rank. `recompute_tokens`: as in Form."""
 
     instance: str
     ranks: tuple[RankId, ...]
+    recompute_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ class Scheduler:
     def _reform(self, now: float) -> Iterator[Action]:
         """After a change of the cluster: fills empty slots, gives up on what can no longer run."""
         for instance in self.cluster.form_missing(now):
-            yield FormInstance(instance.name, instance.ranks)
+            yield FormInstance(instance.name, instance.ranks, self._policy.recompute_tokens)
         if self._waiting:
             yield from self._fail_waiting()
 
