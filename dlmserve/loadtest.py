@@ -105,7 +105,8 @@ async def fire(url: str, shots: Sequence[Shot], api_key: str | None = None, time
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
         server = Server(session, url.rstrip("/"))
-        await server.describe()
+        if not (await server.describe()).get("ready"):
+            raise ConfigError(f"the server at {url} is not ready; GET /ready says when it is")
         before = await server.counters()
         prober = asyncio.create_task(server.probe_forever())
         began_at = time.monotonic()
@@ -136,8 +137,6 @@ class Server:
             ) from error
         if not isinstance(content, dict) or "instances" not in content:
             raise ConfigError(f"what answers at {self._url} is no dlmserve: GET /v1/cluster has no instances")
-        if not content.get("ready"):
-            raise ConfigError(f"the server at {self._url} is not ready; GET /ready says when it is")
         return content
 
     async def counters(self) -> dict[str, float]:
