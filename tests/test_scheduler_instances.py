@@ -72,6 +72,16 @@ def test_requests_wait_for_the_instance_to_be_formed_again_and_keep_their_order(
     assert story.scheduler.requests[1].instances == ["i0.1", "i0.2"]
 
 
+def test_of_equal_instances_the_first_slots_is_taken_whichever_was_formed_first() -> None:
+    story = Story(tp_layout=(1, 1))
+    story.at(0.0, NodeUp("n", 2))
+    for device in (1, 0):
+        story.at(0.0, RankUp(rank(device), "plan"))
+    for name in ("i1.1", "i0.1"):
+        story.form(name)
+    assert [admitted(story.arrive(0.5, request)) for request in (1, 2)] == [[("i0.1", 1)], [("i1.1", 2)]]
+
+
 def test_the_whole_instance_is_lost_with_one_rank_and_formed_again_by_those_who_left() -> None:
     story = Story(tp_layout=(2,))
     assert story.start_ranks() == [FormInstance("i0.1", (rank(0), rank(1)))]

@@ -245,7 +245,10 @@ class Cluster:
             rank.state, rank.instance, rank.tp_rank = "busy", name, tp_rank
         slot.instance = name
         instance = Instance(name, slot, tuple(rank.id for rank in ranks), self._max_num_seqs)
-        self.instances[name] = instance
+        # By slot, not by who came first: of equal instances policies take the first.
+        ordered = sorted([*self.instances.items(), (name, instance)], key=lambda item: item[1].slot.index)
+        self.instances.clear()
+        self.instances.update(ordered)
         return instance
 
     def rank_formed(self, name: str, tp_rank: int, num_pages: int, token_s: float) -> Instance | None:
