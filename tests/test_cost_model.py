@@ -95,3 +95,19 @@ def test_a_profile_is_read_and_a_useless_one_refused() -> None:
         CostModel.from_profile({"source": "test", "step_s": {"1": [[10, 1, 0.1]]}})
     with pytest.raises(ConfigError, match="wanted one of: h100-measured, h100-nvlink"):
         CostModel.from_preset("h200")
+
+
+def test_what_is_believed_by_now_can_be_written_down_and_read_again() -> None:
+    costs = CostModel.from_profile(
+        {
+            "source": "here",
+            "step_s": {"1": [[32, 1, 0.003], [160, 1, 0.008], [320, 4, 0.02], [2560, 16, 0.2]]},
+        }
+    )
+    for _ in range(50):
+        costs.observe(1, 320, 4, 0.03)
+    again = CostModel.from_profile(costs.profile())
+    assert again.source == "here, corrected by reports"
+    for tokens, requests in ((32, 1), (160, 1), (320, 4), (1000, 5), (2560, 16)):
+        assert again.step_s(1, tokens, requests) == pytest.approx(costs.step_s(1, tokens, requests), rel=0.02)
+    assert again.step_s(1, 320, 4) > 0.025, "the reports count"
