@@ -14,7 +14,7 @@ PROFILE = {"source": "test", "step_s": {"1": [[1, 1, 0.01], [1000, 1, 0.01]]}}
 
 def test_a_recorded_request_takes_the_steps_that_it_took(tiny: LLM) -> None:
     jobs, courses = record(PROMPTS)
-    ledger = play([0.0, 10.0, 20.0], jobs, courses, PROFILE, overhead_s=0.0)
+    ledger = play([0.0, 10.0, 20.0], jobs, courses, PROFILE, head_s=0.001)
     assert tiny.tokenizer
     for prompt, job, course in zip(PROMPTS, jobs, courses, strict=True):
         ids = tiny.tokenizer.encode_chat([{"role": "user", "content": prompt}])
