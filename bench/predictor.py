@@ -3,8 +3,9 @@
     python -m bench.predictor [--json bench/results/predictor.json]
 
 The real scheduler and the real predictor thread on an asyncio loop; instances report as in bench/scheduler.py, eight
-tokens for each request, so that every report makes all its requests due. `report`, `ask` and `answer` are CPU time of
-the loop's thread: a StepReport, which also collects the requests' progress; handing it over; and taking the answer in.
+tokens for each request, so that every report makes all its requests due. `report`, `tick`, `ask` and `answer` are CPU
+time of the loop's thread: a StepReport; a Tick, which also collects the progress of all that are due, and controls
+the load; handing it over; and taking the answer in.
 `late` is wall time: by how much a timer of 1 ms is late, so it also counts waiting for the interpreter lock that the
 predictor's thread holds, and everything else that runs on the machine; once with the predictor and once without.
 """
@@ -20,7 +21,7 @@ from bench import report
 from bench.scheduler import STEP_S, Load, percentiles
 from dlmserve.checkpoint import resolve
 from dlmserve.config import PredictorKind, ServerConfig
-from dlmserve.control.policy.events import Predict, Predicted
+from dlmserve.control.policy.events import Event, Predict, Predicted, Tick
 from dlmserve.control.policy.policies import make_policy
 from dlmserve.control.predictor import PredictorThread
 from dlmserve.control.predictor_files import choose_predictor
@@ -50,7 +51,7 @@ class Timer:
 async def measure(predicts: bool, kind: PredictorKind) -> dict[str, dict[str, float]]:
     """Percentiles in us."""
     load = Load("dlmserve", NUM_INSTANCES, asks_predictor=predicts)
-    spent: dict[str, list[float]] = {"report": [], "ask": [], "answer": []}
+    spent: dict[str, list[float]] = {"report": [], "tick": [], "ask": [], "answer": []}
     answered = asyncio.Event()
     now = 0.0
 
@@ -67,17 +68,20 @@ async def measure(predicts: bool, kind: PredictorKind) -> dict[str, dict[str, fl
     names = list(load.scheduler.cluster.instances)
     for i in range(NUM_REPORTS):
         now += STEP_S / NUM_INSTANCES
-        event = load.report(names[i % NUM_INSTANCES], num_finished=0, num_tokens=8)
-        began_at = time.thread_time()
-        actions = load.scheduler.on_event(now, event)
-        spent["report"].append(time.thread_time() - began_at)
-        for action in actions:
-            if isinstance(action, Predict):
-                answered.clear()
-                began_at = time.thread_time()
-                thread.ask(action.progress)
-                spent["ask"].append(time.thread_time() - began_at)
-                await answered.wait()
+        events: dict[str, Event] = {"report": load.report(names[i % NUM_INSTANCES], 0, num_tokens=8)}
+        if i % NUM_INSTANCES == 0:  # every TICK_S
+            events["tick"] = Tick()
+        for kind_of_event, event in events.items():
+            began_at = time.thread_time()
+            actions = load.scheduler.on_event(now, event)
+            spent[kind_of_event].append(time.thread_time() - began_at)
+            for action in actions:
+                if isinstance(action, Predict):
+                    answered.clear()
+                    began_at = time.thread_time()
+                    thread.ask(action.progress)
+                    spent["ask"].append(time.thread_time() - began_at)
+                    await answered.wait()
         await asyncio.sleep(2 * TIMER_S)
     timer.stop()
     thread.stop()
