@@ -15,6 +15,8 @@ from dlmserve.control import loop
 from dlmserve.control.loop import Head
 from dlmserve.control.metrics import Metrics
 from dlmserve.control.policy import cluster
+from dlmserve.control.policy.cluster import RankId
+from dlmserve.control.policy.events import NodeUp, RankLost, RankUp
 from dlmserve.control.policy.request import RequestSpec, StepUpdate, Summary
 from dlmserve.errors import ConfigError, ContextTooLong, DlmServeError, NotFinite, Unavailable, WorkerError
 from dlmserve.messages import Decoding
@@ -89,6 +91,22 @@ def agent_pid(head: Head) -> int:
     process = head._agent._process
     assert process
     return process.pid
+
+
+@pytest.mark.parametrize(
+    ("node_heard_at", "lost"),
+    [(0.5, []), (10.0, [RankLost(RankId("n", 0, 1), "no heartbeat for 10.2 s", False)])],
+)
+def test_a_rank_is_not_restarted_because_its_whole_node_is_silent(tmp_path, node_heard_at, lost) -> None:
+    head, told = make_head(tmp_path, heartbeat_timeout_s=10.0), []
+    rank = RankId("n", 0, 1)
+    for event in (NodeUp("n", 1), RankUp(rank, "plan")):
+        head._scheduler.on_event(0.0, event)
+    head._peers.hear(rank, 0.0)
+    head._peers.hear("n", node_heard_at)
+    head._feed = told.append
+    head._lose_silent(10.2)
+    assert told == lost
 
 
 def test_requests_run_and_are_told_everything(tmp_path: Path) -> None:

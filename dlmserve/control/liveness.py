@@ -32,6 +32,10 @@ class Liveness(Generic[P]):
         waits = [(who, now - heard_at) for who, heard_at in self._heard_at.items()]
         return [(who, silent_s) for who, silent_s in waits if silent_s > limits_s[who]]
 
+    def silence_s(self, who: P, now: float) -> float:
+        """0 for somebody who was never expected."""
+        return now - self._heard_at.get(who, now)
+
     def forgive(self, stalled_s: float) -> None:
         """The listener itself stood still for so long: what was said waits unread, nobody is to blame."""
         self._heard_at = {who: heard_at + stalled_s for who, heard_at in self._heard_at.items()}

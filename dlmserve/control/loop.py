@@ -271,11 +271,13 @@ class Head:
     def _lose_silent(self, now: float) -> None:
         cluster = self._scheduler.cluster
         ranks = [rank.id for rank in cluster.ranks.values() if rank.state != "down"]
-        limits_s = dict.fromkeys([*cluster.nodes, *ranks], self._config.heartbeat_timeout_s)
-        for peer, silent_s in self._peers.silent(limits_s, now):
+        limit_s = self._config.heartbeat_timeout_s
+        for peer, silent_s in self._peers.silent(dict.fromkeys([*cluster.nodes, *ranks], limit_s), now):
             reason = f"no heartbeat for {silent_s:.1f} s"
             if not isinstance(peer, RankId):
                 self._lose_node(peer, reason)
+            elif self._peers.silence_s(peer.node, now) > limit_s / 2:
+                pass  # it is the node: a rank that only cannot be heard is not to be restarted
             elif peer[:2] in cluster.ranks:  # not gone with its node just now
                 self._feed(RankLost(peer, reason, exited=False))
 

@@ -25,7 +25,7 @@ from dlmserve.control.policy.remaining import Rows
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.slo_policy import SloPolicy
 from dlmserve.control.policy.threshold import deadline_limits, greedy_caps, level_caps
-from dlmserve.control.policy.view import Move, Room, View
+from dlmserve.control.policy.view import Move, View
 
 REBALANCE_S = 0.5
 LIMITS = Limits(min_gain=0.1, min_gain_s=0.2, cool_down_s=3.0, max_moves=2)
@@ -35,6 +35,7 @@ REFRESH_PAYS = 0.95  # the work that is left with it, at most, as a share of the
 INEFFICIENCY = 1.05  # cost per token that a batch may have over the cheapest
 SHORT_STAY = 0.25  # of the SLO: while requests stay no longer, a larger batch does no harm
 STAGGER_TOKENS = 2048  # where a token is cheapest on an H100: larger steps take longer than in proportion
+FULL = (-1.0, -1.0, -1.0)
 TURNAROUND_STEPS = 2  # that a seat stays empty: the next step has begun when the head hears of the free seat
 
 
@@ -72,8 +73,9 @@ class Dlmserve(SloPolicy):
 
     def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
         self._update_batches(view)
-        room = view.room(self.max_resident_tokens)
-        free = self._free(view, room)
+        instances = [instance for instance in view.cluster.instances.values() if instance.has_room(0)]
+        most = {each: self._most_tokens(view, each) for each in {i.tp_degree for i in instances}}
+        free = np.array([self._free(view, i, most) for i in instances]).reshape(len(instances), 3)
         if not (free[:, 2] > 0).any():
             return
         self._line.update(now, view, self._step_s)
@@ -82,12 +84,12 @@ class Dlmserve(SloPolicy):
             fits = (needs <= free).all(axis=1)
             if not fits.any():
                 continue
-            instance = room[self._shortest_step(view, room, fits, float(needs[2]))].instance
+            chosen = self._shortest_step(view, instances, fits, float(needs[2]))
+            instance = instances[chosen]
             view.stays.placed(request.number, now, float(self._line.stays_s[place]))
             yield request, instance
             self._batches[instance.slot.index] += needs[2]
-            room = view.room(self.max_resident_tokens)
-            free = self._free(view, room)
+            free[chosen] = self._free(view, instance, most)
             if not len(self._line.fitting(free)):
                 return
 
@@ -98,15 +100,14 @@ class Dlmserve(SloPolicy):
         if slots := list(view.changed_slots):
             self._batches[slots] = self.outlook(view, residents_of(view, slots)).batches()[slots]
 
-    def _free(self, view: View, room: list[Room]) -> np.ndarray:
-        """(KV pages, tokens of canvases, tokens of a step) that each instance still takes, float [room, 3]."""
-        free = np.array([(each.pages, each.tokens, np.inf) for each in room]).reshape(len(room), 3)
-        if self.options["efficient_batch"]:
-            most = {each: self._most_tokens(view, each) for each in {r.instance.tp_degree for r in room}}
-            for row, (instance, _, _) in zip(free, room, strict=True):
-                if instance.residents:
-                    row[2] = most[instance.tp_degree] - self._batches[instance.slot.index]
-        return free
+    def _free(self, view: View, instance: Instance, most: dict[int, float]) -> tuple[float, float, float]:
+        """KV pages, tokens of canvases and tokens of a step that it still takes; `most` of the last, by TP degree."""
+        if not instance.has_room(0):
+            return FULL
+        pages, tokens = view.room_of(instance, self.max_resident_tokens)[1:]
+        if not self.options["efficient_batch"] or not instance.residents:
+            return pages, tokens, np.inf
+        return pages, tokens, most[instance.tp_degree] - self._batches[instance.slot.index]
 
     def _most_tokens(self, view: View, degree: int) -> float:
         """Of a step: efficient, or short."""
@@ -125,13 +126,13 @@ class Dlmserve(SloPolicy):
         degree = min((instance.tp_degree for instance in view.cluster.serving()), default=1)
         return view.costs.step_s_many(degree, self._batches.max(initial=0.0) + tokens)
 
-    def _shortest_step(self, view: View, room: list[Room], fits: np.ndarray, tokens: float) -> int:
+    def _shortest_step(self, view: View, instances: list[Instance], fits: np.ndarray, tokens: float) -> int:
         """Index of the instance, among those that fit, whose step is the shortest with the request on it.
 
         Small batches all take the same: then the smallest.
         """
-        batches = self._batches[[each.instance.slot.index for each in room]] + tokens
-        degrees = [each.instance.tp_degree for each in room]
+        batches = self._batches[[instance.slot.index for instance in instances]] + tokens
+        degrees = [instance.tp_degree for instance in instances]
         step_s = np.where(fits, view.costs.step_s_each(degrees, batches), np.inf)
         return int(np.lexsort((batches, step_s))[0])
 

@@ -48,4 +48,5 @@ class Pace:
         return taken_s / expected_s
 
     def ratios(self, degrees: Sequence[int]) -> np.ndarray:
-        return np.array([self.ratio(degree) for degree in degrees])
+        ratios = {degree: self.ratio(degree) for degree in set(degrees)}
+        return np.array([ratios[degree] for degree in degrees])

@@ -43,16 +43,14 @@ class View:
 
     def room(self, max_tokens: int | None) -> list[Room]:
         """What is left of the instances that take requests at all; `max_tokens` as for `has_room`."""
+        instances = self.cluster.instances.values()
+        return [self.room_of(instance, max_tokens) for instance in instances if instance.has_room(0)]
+
+    def room_of(self, instance: Instance, max_tokens: int | None) -> Room:
+        """The same of one of them."""
         most = math.inf if max_tokens is None else max_tokens
-        return [
-            Room(
-                instance,
-                instance.num_pages - instance.num_pages_reserved,
-                most - instance.num_tokens if instance.residents else math.inf,
-            )
-            for instance in self.cluster.instances.values()
-            if instance.has_room(0)
-        ]
+        tokens = most - instance.num_tokens if instance.residents else math.inf
+        return Room(instance, instance.num_pages - instance.num_pages_reserved, tokens)
 
     def has_room(self, instance: Instance, request: RequestState, max_tokens: int | None) -> bool:
         """`max_tokens`: of all residents' canvases together; an empty instance takes what its pages hold."""
