@@ -89,6 +89,7 @@ class Dlmserve(SloPolicy):
             view.stays.placed(request.number, now, float(self._line.stays_s[place]))
             yield request, instance
             self._batches[instance.slot.index] += needs[2]
+            self._line.placed(place)
             free[chosen] = self._free(view, instance, most)
             if not len(self._line.fitting(free)):
                 return
@@ -123,7 +124,7 @@ class Dlmserve(SloPolicy):
 
     def _step_s(self, view: View, tokens: np.ndarray) -> np.ndarray:
         """Of the slowest instance's batch with one more request, of so many tokens a step [n]."""
-        degree = min((instance.tp_degree for instance in view.cluster.serving()), default=1)
+        degree = min(view.cluster.layout, default=1)
         return view.costs.step_s_many(degree, self._batches.max(initial=0.0) + tokens)
 
     def _shortest_step(self, view: View, instances: list[Instance], fits: np.ndarray, tokens: float) -> int:

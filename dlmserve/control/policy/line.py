@@ -72,6 +72,9 @@ class Line:
             if request and request.instance is None:
                 yield place, request
 
+    def placed(self, place: int) -> None:
+        self.needs[place] = np.inf  # fits nowhere any more
+
     def fitting(self, free: np.ndarray) -> np.ndarray:
         """Places of those for whom some instance may have room; `free` [instances, 3] as `needs`."""
         return np.flatnonzero((self.needs <= free.max(axis=0, initial=-1.0)).all(axis=1))
