@@ -62,10 +62,7 @@ class Cluster:
         flags += ["--port", self.base.rpartition(":")[2], "--listen", self.nodes_endpoint]
         flags += ["--keys", str(self.folder / "head.key"), "--admin-key", ADMIN_KEY, "--tp-layout", "1,1,1"]
         flags += ["--heartbeat-timeout-s", "4", "--step-timeout-s", "8", "--max-queue", "48"]
-        flags += [
-            "--reconfigure-every",
-            "3600",
-        ]  # so that there is a planner; the storm changes the layout itself
+        flags += ["--reconfigure-every", "3600"]  # for the planner process: the storm changes the layout
         return self._run(*flags)
 
     def start_node(self) -> subprocess.Popen:

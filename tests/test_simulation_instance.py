@@ -128,6 +128,20 @@ def outline(results: list) -> list[tuple]:
     ]
 
 
+def courses(results: list) -> dict[int, list[RequestStep]]:
+    """Each request's steps, in order."""
+    found: dict[int, list[RequestStep]] = {}
+    for result in results:
+        for step in result.requests:
+            found.setdefault(step.request, []).append(step)
+    return found
+
+
+def unmasked(results: list) -> dict[int, list[tuple]]:
+    """What each request unmasked in each of its steps."""
+    return {number: [(s.positions, s.tokens) for s in steps] for number, steps in courses(results).items()}
+
+
 def assert_same(
     real_results: list,
     script: Script,
@@ -136,12 +150,8 @@ def assert_same(
     max_step_tokens: int = simulated.MAX_STEP_TOKENS,
     recompute_tokens: int = 0,
 ) -> None:
-    courses: dict[int, list[RequestStep]] = {}
-    for result in real_results:
-        for step in result.requests:
-            courses.setdefault(step.request, []).append(step)
     engine = SimulatedEngine(
-        Replay(courses), num_pages, PAGE, eos_at or {}, max_step_tokens, recompute_tokens
+        Replay(courses(real_results)), num_pages, PAGE, eos_at or {}, max_step_tokens, recompute_tokens
     )
     same = {at: list(map(as_simulated, commands)) for at, commands in script.items()}
     assert outline(play(engine, same)) == outline(real_results)
@@ -214,18 +224,8 @@ def test_who_starts_a_block_waits_while_others_do_and_delays_nobody_inside_one(
     assert max(map(len, starts)) == 1
     inside = {step.request for step in in_turn[1].requests if not step.recompute}
     assert inside == set(starts[0]), "the first one goes on while the second recomputes"
-    assert _course(in_turn) == _course(at_once)
+    assert unmasked(in_turn) == unmasked(at_once)
     assert_same(in_turn, script, recompute_tokens=40)
-
-
-def _course(results: list) -> list[tuple]:
-    """What each request unmasked in each of its steps."""
-    steps = [step for result in results for step in result.requests]
-    return sorted((s.request, i, s.positions, s.tokens) for i, s in enumerate(sorted(steps, key=_by_request)))
-
-
-def _by_request(step: RequestStep) -> int:
-    return step.request
 
 
 def test_an_admission_beyond_the_pages_fails_alone() -> None:

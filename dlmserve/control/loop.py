@@ -276,9 +276,8 @@ class Head:
             reason = f"no heartbeat for {silent_s:.1f} s"
             if not isinstance(peer, RankId):
                 self._lose_node(peer, reason)
-            elif self._peers.silence_s(peer.node, now) > limit_s / 2:
-                pass  # it is the node: a rank that only cannot be heard is not to be restarted
-            elif peer[:2] in cluster.ranks:  # not gone with its node just now
+            elif peer[:2] in cluster.ranks and self._peers.silence_s(peer.node, now) <= limit_s / 2:
+                # Not gone with its node just now, and not merely unheard because its whole node is.
                 self._feed(RankLost(peer, reason, exited=False))
 
     def _lose_node(self, node: str, reason: str) -> None:

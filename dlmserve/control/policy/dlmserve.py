@@ -90,7 +90,7 @@ class Dlmserve(SloPolicy):
             yield request, instance
             self._batches[instance.slot.index] += needs[2]
             self._line.placed(place)
-            free[chosen] = self._free(view, instance, most)
+            free[chosen] = self._free(view, instance, most) if instance.has_room(0) else FULL
             if not len(self._line.fitting(free)):
                 return
 
@@ -103,8 +103,6 @@ class Dlmserve(SloPolicy):
 
     def _free(self, view: View, instance: Instance, most: dict[int, float]) -> tuple[float, float, float]:
         """KV pages, tokens of canvases and tokens of a step that it still takes; `most` of the last, by TP degree."""
-        if not instance.has_room(0):
-            return FULL
         pages, tokens = view.room_of(instance, self.max_resident_tokens)[1:]
         if not self.options["efficient_batch"] or not instance.residents:
             return pages, tokens, np.inf
