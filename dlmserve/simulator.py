@@ -274,7 +274,7 @@ class Simulator:
         for action in actions:
             match action:
                 case Deliver(request, update):
-                    self.ledger.on_step(request, update.threshold, len(update.unmasked))
+                    self.ledger.on_step(request, update.did.threshold, len(update.did.positions))
                 case Send(instance, command):
                     sent_to = self._workers[instance]
                     self._at(self.now + self._scenario.head_s / 2, self._command, (sent_to, command))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dlmserve.control.policy.request import CancelOutcome, RequestSpec, Sink, StepUpdate, Summary, Unmasked
 from dlmserve.errors import DlmServeError
+from dlmserve.messages import RequestStep
 
 EOS = 0  # the tiny model's
 Script = Callable[[RequestSpec], list[list[Unmasked]]]  # what each step unmasks
@@ -38,6 +39,13 @@ def _unmask(spec: RequestSpec, column: int, tokens: list[int], confidence: float
     token = tokens[i] if i < len(tokens) else EOS
     top = [(token + j, -0.5 - j) for j in range(spec.decoding.num_top)] if spec.decoding.num_top else None
     return Unmasked(column, token, confidence, top)
+
+
+def as_step(request: int, block: int, spec: RequestSpec, unmasked: list[Unmasked]) -> RequestStep:
+    columns = [each.position for each in unmasked]
+    tokens, confidences = [each.token for each in unmasked], [each.confidence for each in unmasked]
+    tops = [each.top for each in unmasked if each.top is not None] or None
+    return RequestStep(request, False, block, spec.decoding.value, columns, tokens, confidences, top=tops)
 
 
 @dataclass
@@ -120,9 +128,7 @@ class FakeHead:
         run.num_unmasked += len(unmasked)
         run.canvas.update((u.position, u.token) for u in unmasked)
         block = (unmasked[0].position - run.spec.output_start) // run.spec.decoding.block_length
-        run.sink.on_step(
-            StepUpdate(run.num_steps, run.num_steps == 1, block, run.spec.decoding.value, unmasked)
-        )
+        run.sink.on_step(StepUpdate(run.num_steps, as_step(number, block, run.spec, unmasked)))
         reason = run.finished(self.eos_ids)
         if reason and self.running.pop(number, None):
             run.sink.on_finish("stop" if reason == "stop" else "length", run.summary())

@@ -17,7 +17,7 @@ from dlmserve.control.policy.events import (
     StepDone,
 )
 from dlmserve.control.policy.policies import make_policy
-from dlmserve.control.policy.request import RequestSpec, StepUpdate, Summary, Unmasked
+from dlmserve.control.policy.request import RequestSpec, Summary
 from dlmserve.control.policy.scheduler import Scheduler
 from dlmserve.errors import DlmServeError
 from dlmserve.messages import Admit, Decoding, RequestStep, StepReport
@@ -73,11 +73,6 @@ def make_report(instance: str, seq: int, *steps: RequestStep, **fields) -> StepR
         released=fields.pop("released", []),
         failed=fields.pop("failed", []),
     )
-
-
-def make_update(step: int, tokens: dict[int, int], recompute: bool = False, block: int = 0) -> StepUpdate:
-    unmasked = [Unmasked(position, token, 0.5) for position, token in tokens.items()]
-    return StepUpdate(step, recompute, block, 0.9, unmasked)
 
 
 def make_summary(**fields) -> Summary:

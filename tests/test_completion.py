@@ -16,7 +16,7 @@ from dlmserve.server.schema import parse_request
 from dlmserve.server.specs import Run, encode_request, plan_runs
 from dlmserve.server.text import AnswerText, StopMatcher
 from dlmserve.tokenizer import Tokenizer
-from tests.fake_head import EOS, FakeHead, scripted
+from tests.fake_head import EOS, FakeHead, as_step, scripted
 
 INFO = read_model_info(resolve("tiny"), "tiny")
 TOKENIZER = Tokenizer(INFO.path)
@@ -159,7 +159,7 @@ def test_text_waits_for_the_gap_before_it() -> None:
     columns = scripted(TOKENIZER.encode("0123"), 4)(run.spec)[0]
     seen = []
     for i in (1, 3, 0, 2):
-        completion.on_step(StepUpdate(1, False, 0, 0.9, [columns[i]]))
+        completion.on_step(StepUpdate(1, as_step(0, 0, run.spec, [columns[i]])))
         piece = completion.take()
         assert piece is not None
         seen.append((piece.text, piece.final_prefix))

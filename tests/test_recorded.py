@@ -1,7 +1,5 @@
 """Recorded requests in the simulator: the same steps as on the real engine, and a sensible course in between."""
 
-import numpy as np
-
 from bench.live_vs_sim import THRESHOLD, play, record
 from bench.slo import half_rate
 from dlmserve import LLM, DecodingParams
@@ -29,25 +27,19 @@ def test_a_changed_threshold_goes_on_in_its_own_course() -> None:
     slow = [RecordedStep(0, (i,), (0.95,)) for i in range(4)]
     fast = [RecordedStep(0, (0, 1), (0.6, 0.6)), RecordedStep(0, (2, 3), (0.6, 0.6))]
     unmasking = RecordedUnmasking(Recording([Job(0.0, 1, 4, 4)], [{0.9: slow, 0.5: fast}]))
-    row = unmasking.enter()
-    unmasking.set_threshold(row, 0.88)
-    unmasking.begin_block(row, 0, 0, np.ones(4, bool))
-    assert unmasking.step([row])[1] == [0]
-    unmasking.set_threshold(row, 0.5)
-    assert unmasking.step([row])[1] == [1], "position 0 is unmasked already"
-    _, positions, confidences, left = unmasking.step([row])
-    assert (positions, confidences, left.tolist()) == ([2, 3], [0.6, 0.6], [0])
+    block = unmasking.begin_block(0, 0, 0b1111, 0.88)
+    assert block.step()[0] == [0]
+    block.set_threshold(0.5)
+    assert block.step()[0] == [1], "position 0 is unmasked already"
+    assert block.step() == ([2, 3], [0.6, 0.6])
+    assert not block.masked
 
 
 def test_past_its_courses_end_a_request_still_ends() -> None:
     unmasking = RecordedUnmasking(
         Recording([Job(0.0, 1, 8, 8)], [{0.9: [RecordedStep(0, (0, 1), (1.0, 1.0))]}])
     )
-    row = unmasking.enter()
-    unmasking.begin_block(row, 0, 1, np.ones(2, bool))
-    assert unmasking.step([row])[1] == [0, 1]
-    unmasking.leave(row)
-    assert unmasking.enter() == row
+    assert unmasking.begin_block(0, 1, 0b11, 0.9).step() == ([0, 1], [1.0, 1.0])
 
 
 def test_the_rate_of_half_attainment_is_between_the_measured_ones() -> None:

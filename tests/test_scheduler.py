@@ -3,6 +3,7 @@
 import pytest
 
 from dlmserve.control.policy.events import Cancelled, Deliver, Drop, Finish, FormInstance, Send
+from dlmserve.control.policy.request import StepUpdate
 from dlmserve.errors import ContextTooLong, NotFinite, OutOfPages, QueueFull, WorkerError
 from dlmserve.messages import Cancel, Decoding, Failure
 from tests.story import (
@@ -17,7 +18,6 @@ from tests.story import (
     make_spec,
     make_step,
     make_summary,
-    make_update,
     rank,
     summary_of,
 )
@@ -30,11 +30,11 @@ def test_a_request_arrives_runs_and_finishes() -> None:
     story.serve()
     assert story.arrive(10.0, 1, spec) == [Send("i0.1", make_admit(1, spec))]
     assert story.report(10.5, "i0.1", 0, make_step(1, {4: 7}, recompute=True)) == [
-        Deliver(1, make_update(1, {4: 7}, recompute=True), 0.5)
+        Deliver(1, StepUpdate(1, make_step(1, {4: 7}, recompute=True)), 0.5)
     ]
     last = make_step(1, {5: 8, 6: 8, 7: 8}, finished="length")
     assert story.report(11.0, "i0.1", 1, last) == [
-        Deliver(1, make_update(2, {5: 8, 6: 8, 7: 8}), 1.0),
+        Deliver(1, StepUpdate(2, last), 1.0),
         Finish(
             1,
             "length",
@@ -207,7 +207,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone() -> None:
     story.arrive(0.0, 2)
     failure = Failure(1, "not_finite", "NaN in the logits")
     actions = story.report(0.1, "i0.1", 0, make_step(2, {4: 7}), failed=[failure])
-    assert actions[0] == Deliver(2, make_update(1, {4: 7}), 0.1)
+    assert actions[0] == Deliver(2, StepUpdate(1, make_step(2, {4: 7})), 0.1)
     assert isinstance(error_of(actions), NotFinite) and "NaN in the logits" in str(error_of(actions))
     assert story.scheduler.requests.keys() == {2}
 
@@ -228,7 +228,9 @@ def test_a_released_request_is_placed_anew_before_newer_ones() -> None:
     story.arrive(0.0, 1, spec)
     story.arrive(0.1, 2, make_spec(priority=5))
     block = {4: 5, 5: 6, 6: 7, 7: 8}
-    assert story.report(0.2, "i0.1", 0, make_step(1, block)) == [Deliver(1, make_update(1, block), 0.2)]
+    assert story.report(0.2, "i0.1", 0, make_step(1, block)) == [
+        Deliver(1, StepUpdate(1, make_step(1, block)), 0.2)
+    ]
     canvas = [1, 2, 3, 4, 5, 6, 7, 8, MASK, MASK, MASK, MASK]
     assert story.report(0.3, "i0.1", 1, released=[1]) == [
         Send("i0.1", make_admit(1, spec, canvas, steps_done=1, steps_in_block=0))

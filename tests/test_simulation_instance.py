@@ -1,9 +1,8 @@
 """A simulated instance computes the spans that the real engine does, step by step, whatever it is told."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -37,39 +36,29 @@ class Replay:
     """Unmasks what the real engine has unmasked: the only thing that a simulated instance can't know."""
 
     courses: dict[int, list[RequestStep]]
-    rows: dict[int, int] = field(default_factory=dict)
-    masks: dict[int, np.ndarray] = field(default_factory=dict)
-
-    def enter(self) -> int:
-        return max(self.rows, default=-1) + 1
-
-    def leave(self, row: int) -> None:
-        del self.rows[row]
 
     def begin_block(
-        self, row: int, request: int, block: int, masked: np.ndarray, steps_in_block: int = 0
-    ) -> None:
-        self.rows[row], self.masks[row] = request, masked.copy()
+        self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
+    ) -> "ReplayedBlock":
+        return ReplayedBlock(self.courses.get(request, []), START[request] + block * BLOCK, masked)
 
-    def set_threshold(self, row: int, threshold: float) -> None:
-        self.rows.setdefault(row, -1)
 
-    def masked(self, row: int) -> np.ndarray:
-        return self.masks[row]
+@dataclass
+class ReplayedBlock:
+    course: list[RequestStep]  # its request's, from here on
+    start: int
+    masked: int
 
-    def step(self, rows: list[int]) -> tuple[list[int], list[int], list[float], np.ndarray]:
-        index, positions, confidences, left = [], [], [], []
-        for i, row in enumerate(rows):
-            step = self.courses[self.rows[row]].pop(0)
-            start = START[self.rows[row]] + step.block * BLOCK
-            inside = [position - start for position in step.positions]
-            assert self.masks[row][inside].all(), "a position is unmasked twice"
-            self.masks[row][inside] = False
-            index += [i] * len(inside)
-            positions += inside
-            confidences += step.confidences
-            left.append(int(self.masks[row].sum()))
-        return index, positions, confidences, np.array(left)
+    def set_threshold(self, threshold: float) -> None:
+        """It was recorded with the changes in it."""
+
+    def step(self) -> tuple[list[int], list[float]]:
+        step = self.course.pop(0)
+        inside = [position - self.start for position in step.positions]
+        for position in inside:
+            assert self.masked >> position & 1, "a position is unmasked twice"
+            self.masked ^= 1 << position
+        return inside, step.confidences
 
 
 START = {number: len(prompt) for number, prompt in enumerate(PROMPTS)}

@@ -55,8 +55,8 @@ class Observer:
         metrics = self._metrics
         if update.step == 1:  # every step unmasks at least one position
             metrics.first_unmask_seconds.observe(age_s)
-        metrics.steps_total.labels("recompute" if update.recompute else "cache").inc()
-        metrics.tokens_unmasked_total.inc(len(update.unmasked))
+        metrics.steps_total.labels("recompute" if update.did.recompute else "cache").inc()
+        metrics.tokens_unmasked_total.inc(len(update.did.positions))
 
     def _on_finish(self, summary: Summary) -> None:
         self._metrics.request_seconds.observe(summary.latency_s)

@@ -114,11 +114,12 @@ class Completion:
         return self._text.num_tokens
 
     def on_step(self, update: StepUpdate) -> None:
-        self._by_column.update((unmasked.position, unmasked) for unmasked in update.unmasked)
+        unmasked = update.unmasked
+        self._by_column.update((each.position, each) for each in unmasked)
         self._advance()
         self._update = update
         if self._include_unmask:
-            self._pending.unmasked.extend(update.unmasked)
+            self._pending.unmasked.extend(unmasked)
         if self._text.stopped and self._head is not None:
             summary = self._head.cancel(self._number, "stop")
             if summary is not None:

@@ -91,8 +91,8 @@ class Reply:
         if self._request.include_unmask and piece.update is not None:
             chunk["dlm"] = {
                 "step": piece.update.step,
-                "block": piece.update.block,
-                "threshold": piece.update.threshold,
+                "block": piece.update.did.block,
+                "threshold": piece.update.did.threshold,
                 "unmasked": [self._unmasked(unmasked) for unmasked in piece.unmasked],
                 "final_prefix": piece.final_prefix,
             }

@@ -8,8 +8,6 @@ the caller's. Covers the threshold rule without temperature, and models whose lo
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import numpy as np
-
 from dlmserve.messages import Admit, Cancel, Command, Failure, Release, RequestStep, SetRefresh, SetThreshold
 
 Finished = Literal["", "stop", "length"]
@@ -18,17 +16,23 @@ MASK, TEXT, EOS = 0, 1, 2  # token ids of simulated canvases
 MAX_STEP_TOKENS = 16384  # as the worker's engine
 
 
-class BlockDecoder(Protocol):
-    """What decides which masks of each request's current block fall in a step; see `unmasking.Unmasking`."""
+class DecodingBlock(Protocol):
+    """One block that is being decoded. `masked`: a bit for each position that still holds the mask."""
 
-    def enter(self) -> int: ...
-    def leave(self, row: int) -> None: ...
+    masked: int
+
+    def set_threshold(self, threshold: float) -> None: ...
+    def step(self) -> tuple[list[int], list[float]]:
+        """Positions in the block that this step unmasks, ascending, and their confidences."""
+        ...
+
+
+class BlockDecoder(Protocol):
+    """What decides which masks of a block fall in a step; see `unmasking.Unmasking`."""
+
     def begin_block(
-        self, row: int, request: int, block: int, masked: np.ndarray, steps_in_block: int = 0
-    ) -> None: ...
-    def set_threshold(self, row: int, threshold: float) -> None: ...
-    def masked(self, row: int) -> np.ndarray: ...
-    def step(self, rows: list[int]) -> tuple[list[int], list[int], list[float], np.ndarray]: ...
+        self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
+    ) -> DecodingBlock: ...
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Resident:
         "block_end",
         "block_start",
         "cache_is_whole",
+        "decoding",
         "eos_at",
         "last_step",
         "length",
@@ -58,12 +63,13 @@ class Resident:
         "refresh_blocks",
         "release_asked",
         "request",
-        "row",
         "span",
         "threshold",
     )
 
-    def __init__(self, admit: Admit, eos_at: int | None, num_pages: int, row: int) -> None:
+    decoding: DecodingBlock
+
+    def __init__(self, admit: Admit, eos_at: int | None, num_pages: int) -> None:
         self.request = admit.request
         self.threshold = admit.decoding.value
         self.length = len(admit.canvas)
@@ -71,7 +77,7 @@ class Resident:
         self.refresh_blocks = admit.decoding.refresh_blocks
         self.eos_at = admit.output_end if eos_at is None else eos_at
         self.answer_end = min(self.eos_at + 1, admit.limit)
-        self.num_pages, self.row = num_pages, row
+        self.num_pages = num_pages
         self.block = -1
         self.block_start = self.block_end = admit.output_start
         self.needs_recompute, self.cache_is_whole = True, False
@@ -112,7 +118,7 @@ class SimulatedEngine:
             case SetThreshold(request, threshold):
                 if resident := self._residents.get(request):
                     resident.threshold = threshold
-                    self._decoder.set_threshold(resident.row, threshold)
+                    resident.decoding.set_threshold(threshold)
             case SetRefresh(request, refresh_blocks):
                 if resident := self._residents.get(request):
                     resident.refresh_blocks = refresh_blocks
@@ -131,9 +137,7 @@ class SimulatedEngine:
             return
         self.num_pages_in_use += num_pages
         eos_at = None if admit.decoding.ignore_eos else self._eos_at.get(admit.request)
-        resident = Resident(admit, eos_at, num_pages, self._decoder.enter())
-        self._residents[admit.request] = resident
-        self._decoder.set_threshold(resident.row, resident.threshold)
+        resident = self._residents[admit.request] = Resident(admit, eos_at, num_pages)
         self._begin_block(resident, admit)
 
     def _begin_block(self, resident: Resident, admit: Admit) -> None:
@@ -143,15 +147,15 @@ class SimulatedEngine:
         resident.block = (first_mask - admit.output_start) // length
         resident.block_start = admit.output_start + resident.block * length
         resident.block_end = min(resident.block_start + length, admit.output_end)
-        masked = np.array(
-            [token == MASK for token in admit.canvas[resident.block_start : resident.block_end]]
+        tokens = admit.canvas[resident.block_start : resident.block_end]
+        masked = sum(1 << position for position, token in enumerate(tokens) if token == MASK)
+        resident.decoding = self._decoder.begin_block(
+            admit.request, resident.block, masked, resident.threshold, admit.steps_in_block
         )
-        self._decoder.begin_block(resident.row, admit.request, resident.block, masked, admit.steps_in_block)
 
     def _remove(self, request: int) -> None:
         if resident := self._residents.pop(request, None):
             self.num_pages_in_use -= resident.num_pages
-            self._decoder.leave(resident.row)
 
     def step(self) -> StepResult:
         """One denoising step over the residents that fit in the step's token budget."""
@@ -188,41 +192,36 @@ class SimulatedEngine:
         return chosen
 
     def _unmask(self, chosen: list[Resident]) -> list[RequestStep]:
-        index, positions, confidences, left = self._decoder.step([resident.row for resident in chosen])
         steps = []
-        at, num = 0, len(index)
-        for i, (resident, num_left) in enumerate(zip(chosen, left.tolist(), strict=True)):
-            start = at
-            while at < num and index[at] == i:
-                at += 1
-            first = resident.block_start
-            columns = [first + position for position in positions[start:at]]
-            eos_at = resident.eos_at
-            finished = self._finished(resident, num_left)
+        for resident in chosen:
+            positions, confidences = resident.decoding.step()
+            first, eos_at = resident.block_start, resident.eos_at
+            columns = [first + position for position in positions]
+            finished = self._finished(resident)
             step = RequestStep(
-                request=resident.request,
-                recompute=resident.needs_recompute,
-                block=resident.block,
-                threshold=resident.threshold,
-                positions=columns,
-                tokens=[EOS if column >= eos_at else TEXT for column in columns],
-                confidences=confidences[start:at],
-                finished=finished,
+                resident.request,
+                resident.needs_recompute,
+                resident.block,
+                resident.threshold,
+                columns,
+                [EOS if column >= eos_at else TEXT for column in columns],
+                confidences,
+                finished,
             )
             steps.append(step)
             resident.needs_recompute, resident.cache_is_whole = False, True
             if finished:
                 self._remove(resident.request)
-            elif num_left == 0:
+            elif not resident.decoding.masked:
                 self._next_block(resident)
         return steps
 
-    def _finished(self, resident: Resident, num_left: int) -> Finished:
+    def _finished(self, resident: Resident) -> Finished:
         """ "stop" once no mask is before the first EOS, "length" once none is in the answer, else ""."""
         end = resident.answer_end
         if resident.block_end < end:
             return ""
-        if num_left and self._decoder.masked(resident.row)[: end - resident.block_start].any():
+        if resident.decoding.masked & ((1 << (end - resident.block_start)) - 1):
             return ""
         return "stop" if resident.eos_at < end else "length"
 
@@ -232,8 +231,10 @@ class SimulatedEngine:
         resident.block_start = resident.block_end
         resident.block_end = min(resident.block_end + length, resident.output_end)
         resident.needs_recompute = True
-        masked = np.ones(resident.block_end - resident.block_start, bool)
-        self._decoder.begin_block(resident.row, resident.request, resident.block, masked)
+        masked = (1 << (resident.block_end - resident.block_start)) - 1
+        resident.decoding = self._decoder.begin_block(
+            resident.request, resident.block, masked, resident.threshold
+        )
 
     def check(self) -> None:
         """Raises AssertionError where pages and residents do not fit together."""

@@ -6,10 +6,8 @@ something it still has masked. Knows nothing of models or of time.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from dlmserve.simulation.workloads import Job
 
@@ -33,12 +31,33 @@ class Recording:
     courses: list[Mapping[float, Course]]
 
 
-@dataclass
-class _Row:
-    request: int = 0
-    block: int = 0
-    threshold: float = 0.0
-    masked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+class RecordedBlock:
+    """A block that is played back (`instance.DecodingBlock`)."""
+
+    def __init__(self, courses: Mapping[float, Course], block: int, masked: int, threshold: float) -> None:
+        self._courses, self._block = courses, block
+        self.masked, self._threshold = masked, threshold
+
+    def set_threshold(self, threshold: float) -> None:
+        self._threshold = threshold
+
+    def step(self) -> tuple[list[int], list[float]]:
+        pairs = self._next()
+        for position, _ in pairs:
+            self.masked ^= 1 << position
+        return [position for position, _ in pairs], [confidence for _, confidence in pairs]
+
+    def _next(self) -> list[tuple[int, float]]:
+        nearest = min(self._courses, key=lambda threshold: abs(threshold - self._threshold))
+        for step in self._courses[nearest]:
+            if step.block == self._block:
+                pairs = zip(step.positions, step.confidences, strict=True)
+                if fresh := [(position, sure) for position, sure in pairs if self.masked >> position & 1]:
+                    return fresh
+        # Past the course's end: its answer was complete there, at this threshold it is not.
+        return [
+            (position, 1.0) for position in range(self.masked.bit_length()) if self.masked >> position & 1
+        ]
 
 
 class RecordedUnmasking:
@@ -46,51 +65,8 @@ class RecordedUnmasking:
 
     def __init__(self, recording: Recording) -> None:
         self._courses = recording.courses
-        self._rows: list[_Row] = []
-        self._free: list[int] = []
-
-    def enter(self) -> int:
-        if not self._free:
-            self._rows.append(_Row())
-            return len(self._rows) - 1
-        return self._free.pop()
-
-    def leave(self, row: int) -> None:
-        self._free.append(row)
 
     def begin_block(
-        self, row: int, request: int, block: int, masked: np.ndarray, steps_in_block: int = 0
-    ) -> None:
-        entry = self._rows[row]
-        entry.request, entry.block, entry.masked = request, block, masked.copy()
-
-    def set_threshold(self, row: int, threshold: float) -> None:
-        self._rows[row].threshold = threshold
-
-    def masked(self, row: int) -> np.ndarray:
-        return self._rows[row].masked
-
-    def step(self, rows: list[int]) -> tuple[list[int], list[int], list[float], np.ndarray]:
-        """(index into rows, position in block, confidence) of all that is unmasked; masks left [len(rows)]."""
-        index: list[int] = []
-        positions: list[int] = []
-        confidences: list[float] = []
-        for i, row in enumerate(rows):
-            for position, confidence in self._next(self._rows[row]):
-                self._rows[row].masked[position] = False
-                index.append(i)
-                positions.append(position)
-                confidences.append(confidence)
-        left = np.array([self._rows[row].masked.sum() for row in rows])
-        return index, positions, confidences, left
-
-    def _next(self, row: _Row) -> list[tuple[int, float]]:
-        courses = self._courses[row.request]
-        nearest = min(courses, key=lambda threshold: abs(threshold - row.threshold))
-        for step in courses[nearest]:
-            if step.block == row.block:
-                pairs = zip(step.positions, step.confidences, strict=True)
-                if fresh := [(position, sure) for position, sure in pairs if row.masked[position]]:
-                    return fresh
-        # Past the course's end: its answer was complete there, at this threshold it is not.
-        return [(int(position), 1.0) for position in np.flatnonzero(row.masked)]
+        self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
+    ) -> RecordedBlock:
+        return RecordedBlock(self._courses[request], block, masked, threshold)

@@ -88,19 +88,13 @@ class Oracle:
         job, length = self._jobs[request], self._unmasking.calibration.block_length
         wanted = min(job.answer + 1, job.output)
         num_blocks = -(-wanted // length)
-        pairs = [(block, threshold) for block in range(num_blocks) for threshold in self._thresholds]
-        rows = [self._unmasking.enter() for _ in pairs]
-        needs = [min(length, wanted - block * length) for block, _ in pairs]
-        for row, (block, threshold) in zip(rows, pairs, strict=True):
-            num_positions = min(length, job.output - block * length)
-            self._unmasking.begin_block(row, request, block, np.ones(num_positions, bool))
-            self._unmasking.set_threshold(row, threshold)
-        steps = np.zeros(len(rows), int)
-        live = list(range(len(rows)))
-        while live:
-            self._unmasking.step([rows[i] for i in live])
-            steps[live] += 1
-            live = [i for i in live if self._unmasking.masked(rows[i])[: needs[i]].any()]
-        for row in rows:
-            self._unmasking.leave(row)
-        return steps.reshape(num_blocks, len(self._thresholds))
+        steps = np.zeros((num_blocks, len(self._thresholds)), int)
+        for block in range(num_blocks):
+            masked = (1 << min(length, job.output - block * length)) - 1
+            needed = (1 << min(length, wanted - block * length)) - 1
+            for i, threshold in enumerate(self._thresholds):
+                decoding = self._unmasking.begin_block(request, block, masked, threshold)
+                while decoding.masked & needed:
+                    decoding.step()
+                    steps[block, i] += 1
+        return steps

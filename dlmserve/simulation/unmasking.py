@@ -16,9 +16,11 @@ thresholds only, never on who else is in the batch or on the policy. Knows nothi
 
 import csv
 import json
+from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +28,8 @@ DATA = files("dlmserve.simulation") / "data"
 NUM_NOISE_ROWS = 16381  # prime: neighbours in (request, block, step) land far apart
 KEYS_PER_STEP = 7
 NEVER = -1e9  # the score of a position that is not masked
+AHEAD = 8  # requests, and blocks of each, that are decoded ahead together
+MAX_GROUPS = 256  # of them that are remembered: enough for all live requests
 EXTRA_LOGITS = 6.0  # how far the curve goes on, straight, beyond its first and last knot
 
 
@@ -67,8 +71,62 @@ def read_table(column: str) -> dict[float, float]:
     return {float(row["threshold"]): float(row[column]) for row in csv.DictReader(lines)}
 
 
+class Courses(NamedTuple):
+    """What some blocks' steps unmask, from their present state to their end, by steps and then by blocks."""
+
+    num_blocks: int
+    positions: list[int]  # within a block
+    confidences: list[float]
+    starts: list[int]  # of step k of block b in both lists: at k * num_blocks + b
+
+    def step(self, step: int, block: int) -> tuple[list[int], list[float]]:
+        at = step * self.num_blocks + block
+        start, end = self.starts[at], self.starts[at + 1]
+        return self.positions[start:end], self.confidences[start:end]
+
+
+class DecodingBlock:
+    """A block that is being decoded (`instance.DecodingBlock`). It follows a course until its threshold changes."""
+
+    __slots__ = (
+        "_at",
+        "_courses",
+        "_place",
+        "_unmasking",
+        "block",
+        "masked",
+        "request",
+        "steps",
+        "threshold",
+    )
+
+    def __init__(
+        self, unmasking: "Unmasking", request: int, block: int, masked: int, threshold: float, steps: int
+    ) -> None:
+        self._unmasking = unmasking
+        self.request, self.block = request, block
+        self.masked, self.threshold, self.steps = masked, threshold, steps
+        self._courses: Courses | None = None
+        self._place = self._at = 0
+
+    def set_threshold(self, threshold: float) -> None:
+        if threshold != self.threshold:
+            self.threshold, self._courses = threshold, None
+
+    def step(self) -> tuple[list[int], list[float]]:
+        if self._courses is None:
+            self._courses, self._place = self._unmasking.courses(self)
+            self._at = 0
+        positions, confidences = self._courses.step(self._at, self._place)
+        self._at += 1
+        self.steps += 1
+        for position in positions:
+            self.masked ^= 1 << position
+        return positions, confidences
+
+
 class Unmasking:
-    """The blocks that are being decoded, one row each: a step of many requests is one array operation."""
+    """Courses of blocks. Neighbouring requests' next blocks are decoded ahead together: few array operations."""
 
     def __init__(self, calibration: Calibration, seed: int) -> None:
         self.calibration = calibration
@@ -79,81 +137,80 @@ class Unmasking:
         self._fresh = spread.fresh * rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
         self._ease = rng.standard_normal(NUM_NOISE_ROWS, dtype=np.float32)
         self._places = np.arange(length, dtype=np.float32) * np.float32(spread.distance / length)
-        self._context = (spread.context * (1 - np.arange(length + 1) / length)).astype(
-            np.float32
-        )  # by masks left
+        context = spread.context * (1 - np.arange(length + 1) / length)
+        self._context = context.astype(np.float32)  # by masks left
         self._knots, self._logits = _curve(calibration)
-        self._free: list[int] = []
-        self._base = np.zeros((0, length), np.float32)  # NEVER where unmasked
-        self._num_masked = np.zeros(0, np.int64)
-        self._cuts = np.zeros(0, np.float32)
-        self._keys = np.zeros(0, np.int64)  # of the row's fresh noise: moves with each step
-
-    def enter(self) -> int:
-        """A row for one resident request."""
-        if not self._free:
-            self._grow()
-        return self._free.pop()
-
-    def leave(self, row: int) -> None:
-        self._free.append(row)
+        self._whole = (1 << length) - 1
+        self._ahead: OrderedDict[tuple[int, int, float], Courses] = OrderedDict()
 
     def begin_block(
-        self, row: int, request: int, block: int, masked: np.ndarray, steps_in_block: int = 0
-    ) -> None:
-        """`masked`: bool [at most block_length], which positions still hold the mask."""
+        self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
+    ) -> DecodingBlock:
+        """`masked`: a bit for each position, which of them still hold the mask."""
+        return DecodingBlock(self, request, block, masked, threshold, steps_in_block)
+
+    def courses(self, at: DecodingBlock) -> tuple[Courses, int]:
+        """Its course from there on, and its place among those that come with it."""
+        if at.steps or at.masked != self._whole:
+            bits = [at.masked >> position & 1 for position in range(self.calibration.block_length)]
+            return self._decode([(at.request, at.block)], np.array([bits], bool), at.steps, at.threshold), 0
+        requests, blocks = at.request // AHEAD, at.block // AHEAD
+        key = requests, blocks, at.threshold
+        courses = self._ahead.get(key)
+        if courses is None:
+            first_request, first_block = requests * AHEAD, blocks * AHEAD
+            pairs = [(first_request + i // AHEAD, first_block + i % AHEAD) for i in range(AHEAD * AHEAD)]
+            masked = np.ones((len(pairs), self.calibration.block_length), bool)
+            courses = self._ahead[key] = self._decode(pairs, masked, 0, at.threshold)
+            if len(self._ahead) > MAX_GROUPS:
+                self._ahead.popitem(last=False)
+        return courses, at.request % AHEAD * AHEAD + at.block % AHEAD
+
+    def _decode(
+        self, pairs: list[tuple[int, int]], masked: np.ndarray, steps: int, threshold: float
+    ) -> Courses:
+        """`pairs`: (request, block); `masked`: bool [pairs, block_length]; `steps`: all of them have made so many."""
+        cut, keys = self._cut(threshold), np.array([_mix(request, block) for request, block in pairs])
+        base = np.where(masked, self._scores(pairs, keys), np.float32(NEVER))
+        keys += KEYS_PER_STEP * steps
+        live = np.arange(len(pairs))
+        positions, passed, nums = [], [], []
+        while len(live):
+            score, num_masked = self._scores_now(base, keys)
+            chosen = score >= cut
+            chosen[np.arange(len(live)), score.argmax(1)] = True
+            positions.append(chosen.nonzero()[1])
+            passed.append(score[chosen])
+            num_chosen = chosen.sum(1)
+            nums.append(np.bincount(live, num_chosen, minlength=len(pairs)))
+            base[chosen] = NEVER
+            keys += KEYS_PER_STEP
+            left = num_masked > num_chosen
+            if not left.all():
+                live, base, keys = live[left], base[left], keys[left]
+        logits = np.interp(np.concatenate(passed), self._knots, self._logits)
+        ends = np.cumsum(np.concatenate(nums)).astype(int).tolist()
+        confidences = (1 / (1 + np.exp(-logits))).tolist()
+        return Courses(len(pairs), np.concatenate(positions).tolist(), confidences, [0, *ends])
+
+    def _scores(self, pairs: list[tuple[int, int]], keys: np.ndarray) -> np.ndarray:
+        """Without what changes from step to step, float32 [pairs, block_length]."""
         spread = self.calibration.spread
-        key = _mix(request, block)
-        ease = spread.request * self._ease[_mix(request) % NUM_NOISE_ROWS]
-        ease += spread.block * self._ease[(key + 1) % NUM_NOISE_ROWS]
-        base = self._base[row]
-        base[:] = NEVER
-        scores = self._own[key % NUM_NOISE_ROWS] + (ease - self._places)
-        np.copyto(base[: len(masked)], scores[: len(masked)], where=masked)
-        self._num_masked[row] = masked.sum()
-        self._keys[row] = key + KEYS_PER_STEP * steps_in_block
+        of_requests = [_mix(request) % NUM_NOISE_ROWS for request, _ in pairs]
+        ease = spread.request * self._ease[of_requests]
+        ease = ease + spread.block * self._ease[(keys + 1) % NUM_NOISE_ROWS]
+        return self._own[keys % NUM_NOISE_ROWS] + (ease[:, None] - self._places)
 
-    def set_threshold(self, row: int, threshold: float) -> None:
+    def _scores_now(self, base: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scores of a step, and the masks of each block before it."""
+        masked = base > NEVER / 2
+        num_masked = masked.sum(1)
+        shift = self._context[num_masked] + self._places[masked.argmax(1)]
+        return base + self._fresh[keys % NUM_NOISE_ROWS] + shift[:, None], num_masked
+
+    def _cut(self, threshold: float) -> np.float32:
         logit = np.log(threshold / (1 - threshold)) if threshold < 1 else np.inf
-        self._cuts[row] = np.interp(logit, self._logits, self._knots, right=np.inf)
-
-    def step(self, rows: list[int]) -> tuple[list[int], list[int], list[float], np.ndarray]:
-        """One step: (index into rows, position in block, confidence) of all that is unmasked, in that order.
-
-        The fourth value is the number of masks each row has left, int [len(rows)].
-        """
-        at = np.array(rows)
-        score = self._base[at]
-        num_masked = self._num_masked[at]
-        first_masked = (score > NEVER / 2).argmax(1)
-        shift = self._context[num_masked] + self._places[first_masked]
-        score += self._fresh[self._keys[at] % NUM_NOISE_ROWS]
-        score += shift[:, None]
-        chosen = score >= self._cuts[at][:, None]
-        chosen[np.arange(len(at)), score.argmax(1)] = True
-        flat = chosen.ravel().nonzero()[0]
-        index = flat // chosen.shape[1]
-        position = flat - index * chosen.shape[1]
-        self._base[at[index], position] = NEVER
-        left = num_masked - np.bincount(index, minlength=len(at))
-        self._num_masked[at] = left
-        self._keys[at] += KEYS_PER_STEP
-        logits = np.interp(score.ravel()[flat], self._knots, self._logits)
-        confidence = 1 / (1 + np.exp(-logits))
-        return index.tolist(), position.tolist(), confidence.tolist(), left
-
-    def masked(self, row: int) -> np.ndarray:
-        """Bool [block_length]."""
-        return self._base[row] > NEVER / 2
-
-    def _grow(self) -> None:
-        size = len(self._cuts)
-        more = max(64, size)
-        self._free += range(size + more - 1, size - 1, -1)
-        self._base = np.concatenate((self._base, np.zeros((more, self._base.shape[1]), np.float32)))
-        self._num_masked = np.concatenate((self._num_masked, np.zeros(more, np.int64)))
-        self._cuts = np.concatenate((self._cuts, np.zeros(more, np.float32)))
-        self._keys = np.concatenate((self._keys, np.zeros(more, np.int64)))
+        return np.float32(np.interp(logit, self._logits, self._knots, right=np.inf))
 
 
 def fit(tokens_per_step: dict[float, float], block_length: int, spread: Spread = Spread()) -> Calibration:

@@ -92,7 +92,7 @@ class Curve:
         self.scale, self.offset_s = 1.0, 0.0
         self._num_observed = 0
         self._efficient: tuple[float, int, float] | None = None  # (excess, age, tokens)
-        self._sums = [0.0] * 5  # weights; profile; profile^2; observed; observed * profile
+        self._sums = (0.0,) * 5  # weights; profile; profile^2; observed; observed * profile
         for num_tokens in (tokens[0], tokens[-1]):
             profile_s = self._profile_s(num_tokens)
             self._add(profile_s, profile_s, TRUST)
@@ -151,8 +151,7 @@ class Curve:
         self._num_observed += 1
         usual = self._tokens_per_request
         self._tokens_per_request = USUAL * usual + (1 - USUAL) * num_tokens / num_requests
-        self._sums = [FORGET * each for each in self._sums]
-        self._add(self._profile_s(num_tokens, num_requests), duration_s, 1.0)
+        self._add(self._profile_s(num_tokens, num_requests), duration_s, 1.0, FORGET)
         weight, x, xx, y, xy = self._sums
         determinant = weight * xx - x * x
         if determinant <= 0:
@@ -163,11 +162,17 @@ class Curve:
         self.scale = max(scale, 0.02)
         self.offset_s = max(offset_s, -0.9 * self.scale * self._seconds[0])
 
-    def _add(self, profile_s: float, observed_s: float, weight: float) -> None:
+    def _add(self, profile_s: float, observed_s: float, weight: float, keep: float = 1.0) -> None:
+        """`keep`: of what was there before."""
         weight /= profile_s * profile_s
-        x, y = profile_s, observed_s
-        for i, value in enumerate((1.0, x, x * x, y, x * y)):
-            self._sums[i] += weight * value
+        weights, x, xx, y, xy = self._sums
+        self._sums = (
+            keep * weights + weight,
+            keep * x + weight * profile_s,
+            keep * xx + weight * (profile_s * profile_s),
+            keep * y + weight * observed_s,
+            keep * xy + weight * (profile_s * observed_s),
+        )
 
     def _segment(self, num_tokens: float) -> int:
         return min(max(bisect_right(self._tokens, num_tokens), 1), len(self._tokens) - 1)

@@ -17,7 +17,6 @@ COLUMNS = (
     "predicted_at", "slot", "moved_at", "going_to",
 )  # fmt: skip
 _INDEX = {name: i for i, name in enumerate(COLUMNS)}
-_PROGRESS = np.array([[_INDEX[name]] for name in ("steps", "recomputes", "masks_in_block")])
 WAITING = -1.0  # in the column `slot`
 STAYING = -1.0  # in the column `going_to`, otherwise the slot that it will move to
 
@@ -74,6 +73,7 @@ class RemainingWork:
         self.thresholds = np.array(sorted(thresholds, reverse=True))
         self._row_of: dict[int, int] = {}
         self._columns = np.zeros((len(COLUMNS), 64))
+        self._cells = _cells(self._columns)
         self._predicted = np.zeros((64, len(thresholds)))
 
     def __len__(self) -> int:
@@ -89,10 +89,10 @@ class RemainingWork:
         return Rows(self._columns[:, indices], self._predicted[indices])
 
     def set(self, number: int, name: str, value: float) -> None:
-        self._columns[_INDEX[name], self._row_of[number]] = value
+        self._cells[name][self._row_of[number]] = value
 
     def get(self, number: int, name: str) -> float:
-        return float(self._columns[_INDEX[name], self._row_of[number]])
+        return self._cells[name][self._row_of[number]]
 
     # ---- requests come, proceed and go
 
@@ -101,6 +101,7 @@ class RemainingWork:
         row = len(self._row_of)
         if row == len(self._predicted):
             self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+            self._cells = _cells(self._columns)
             self._predicted = np.concatenate([self._predicted, np.zeros_like(self._predicted)])
         self._row_of[request.number] = row
         values = self._values(request)
@@ -158,11 +159,12 @@ class RemainingWork:
 
     def proceed(self, requests: list[RequestState]) -> None:
         """These have made a step."""
-        rows = [self._row_of[request.number] for request in requests]
-        values = [request.steps for request in requests]
-        values += [request.recomputes_left for request in requests]
-        values += [request.masks_in_block for request in requests]
-        self._columns[_PROGRESS, rows] = np.array(values, dtype=float).reshape(3, len(rows))
+        steps, recomputes = self._cells["steps"], self._cells["recomputes"]
+        masks_in_block = self._cells["masks_in_block"]
+        for request in requests:
+            row = self._row_of[request.number]
+            steps[row], recomputes[row] = request.steps, request.recomputes_left
+            masks_in_block[row] = request.masks_in_block
 
     def remove(self, number: int) -> None:
         row, last = self._row_of.pop(number), len(self._row_of)
@@ -180,6 +182,11 @@ class RemainingWork:
         for request in requests.values():
             assert self.get(request.number, "steps") == request.steps
             assert (self.get(request.number, "slot") == WAITING) == (request.instance is None)
+
+
+def _cells(columns: np.ndarray) -> dict[str, memoryview]:
+    """The columns by name, for single cells: a tenth of what an array's take."""
+    return {name: memoryview(column) for name, column in zip(COLUMNS, columns, strict=True)}
 
 
 def _falling(steps_left: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ class RequestSpec:
     pinned: bool = False
 
 
-# Made for every token and every step of every request: structs are made five times as fast as dataclasses.
+# Made for every token or every step of every request: structs are made five times as fast as dataclasses.
 class Unmasked(msgspec.Struct, frozen=True, gc=False):
     """One position that a step fixed; `position` is a canvas column, `top` (token, log probability) pairs."""
 
@@ -53,10 +53,14 @@ class StepUpdate(msgspec.Struct, frozen=True):
     """What one denoising step did to a request; `step` counts this request's steps from 1."""
 
     step: int
-    recompute: bool
-    block: int
-    threshold: float
-    unmasked: list[Unmasked]
+    did: RequestStep
+
+    @property
+    def unmasked(self) -> list[Unmasked]:
+        """Made anew each time: the scheduler has no use for them."""
+        did = self.did
+        tops = did.top or itertools.repeat(None)
+        return list(map(Unmasked, did.positions, did.tokens, did.confidences, tops))
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Sink(Protocol):
     def on_error(self, error: DlmServeError) -> None: ...
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestState:
     """A live request. `instance` is the formation that holds it, None while it waits.
 
@@ -166,15 +170,14 @@ class RequestState:
 
     def apply(self, step: RequestStep) -> StepUpdate:
         """Takes a step's tokens into the canvas and counts it."""
+        positions, tokens = step.positions, step.tokens
         if step.block != self.block:  # the blocks between had no mask
             self.block, self.masks_in_block = step.block, self._count_masks(step.block)
-        canvas, num_unmasked = self.canvas, len(step.positions)
-        for position, token in zip(step.positions, step.tokens, strict=True):
+        canvas, num_unmasked = self.canvas, len(positions)
+        for position, token in zip(positions, tokens, strict=True):
             canvas[position] = token
-        if not self.eos_ids.isdisjoint(step.tokens):
-            ends = [
-                at for at, token in zip(step.positions, step.tokens, strict=True) if token in self.eos_ids
-            ]
+        if not self.eos_ids.isdisjoint(tokens):
+            ends = [at for at, token in zip(positions, tokens, strict=True) if token in self.eos_ids]
             self.answer_end = min(self.answer_end, *ends)
         self.steps += 1
         self.recompute_steps += step.recompute
@@ -182,18 +185,21 @@ class RequestState:
         self._threshold_sum += step.threshold * num_unmasked
         self.confidences += step.confidences
         self.masked_confidences = step.masked_confidences
-        self.hidden = step.hidden or (self.hidden[0], max(self.hidden[1] - 1, 0.0))
+        if step.hidden or self.hidden is not NOT_READ:
+            self.hidden = step.hidden or (self.hidden[0], max(self.hidden[1] - 1, 0.0))
         self.cache_lost = False
         self.masks_in_block -= num_unmasked
         if self.masks_in_block:
             self.steps_in_block += 1
         else:
-            self.block += 1
-            self.masks_in_block, self.steps_in_block = self._count_masks(self.block), 0
+            self._next_block()
+        return StepUpdate(self.steps, step)
+
+    def _next_block(self) -> None:
+        self.block += 1
+        self.masks_in_block, self.steps_in_block = self._count_masks(self.block), 0
+        if self.hidden is not NOT_READ:
             self.hidden = (max(self.hidden[0] - 1, 0.0), nan)
-        tops = step.top or itertools.repeat(None)
-        unmasked = list(map(Unmasked, step.positions, step.tokens, step.confidences, tops))
-        return StepUpdate(self.steps, step.recompute, step.block, step.threshold, unmasked)
 
     def _count_masks(self, block: int) -> int:
         length = self.spec.decoding.block_length

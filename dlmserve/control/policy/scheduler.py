@@ -51,6 +51,12 @@ from dlmserve.errors import ContextTooLong, DlmServeError, QueueFull, Unavailabl
 from dlmserve.messages import Admit, Cancel, Release, StepReport
 
 TICK_S = 0.1  # how often its owner feeds it a Tick
+OF_REQUESTS = (
+    StepDone,
+    Arrived,
+    Cancelled,
+    Predicted,
+)  # events that leave nodes, ranks and instances as they are
 MAX_LOSSES = 3  # instances that may die under a request before it is taken for the cause
 
 
@@ -118,7 +124,7 @@ class Scheduler:
             case Tick():
                 actions = self._tick(now)
         done = list(actions)
-        if not isinstance(event, StepDone | Arrived | Cancelled | Predicted):
+        if not isinstance(event, OF_REQUESTS):
             done += self._reform(now)
         if self.transition.active:
             done += self._change_layout(now)
