@@ -52,7 +52,7 @@ def test_at_first_the_published_figures_hold() -> None:
 def test_it_learns_the_speed_of_a_threshold_and_shifts_the_unused_ones_along() -> None:
     average = HistoricalAverage()
     for _ in range(5000):
-        average.observe_step(0.9, 6)
+        average.observe_steps(0.9, 1, 6)
     fast = average.tokens_per_step(THRESHOLDS)
     assert fast[0] == pytest.approx(6, rel=0.03)
     assert fast[4] == pytest.approx(2 * 6.58, rel=0.05)
@@ -86,7 +86,7 @@ def test_who_was_slow_so_far_is_expected_to_stay_slow() -> None:
 def test_predictions_are_positive_and_finite_whatever_was_seen(steps: list[tuple[float, int]]) -> None:
     average = HistoricalAverage()
     for threshold, tokens in steps:
-        average.observe_step(threshold, tokens)
+        average.observe_steps(threshold, 1, tokens)
         average.observe_finish(1 / tokens, 1)
     predicted = average.predict(features([make_progress([0.5] * 64), make_progress([])]), THRESHOLDS)
     assert np.isfinite(predicted).all() and (predicted >= 1).all()

@@ -12,6 +12,7 @@
 The number of residents is bounded by KV memory, not by 8192 tokens.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -19,13 +20,13 @@ import numpy as np
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cluster import Instance
 from dlmserve.control.policy.line import Line
-from dlmserve.control.policy.outlook import Outlook, all_residents, residents_of
+from dlmserve.control.policy.outlook import Outlook, all_residents
 from dlmserve.control.policy.rebalance import Limits, look_ahead
 from dlmserve.control.policy.remaining import Rows
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.slo_policy import SloPolicy
 from dlmserve.control.policy.threshold import deadline_limits, greedy_caps, level_caps
-from dlmserve.control.policy.view import Move, View
+from dlmserve.control.policy.view import NOTHING, Decision, Move, View
 
 REBALANCE_S = 0.5
 LIMITS = Limits(min_gain=0.1, min_gain_s=0.2, cool_down_s=3.0, max_moves=2)
@@ -62,7 +63,9 @@ class Dlmserve(SloPolicy):
         self.recompute_tokens = STAGGER_TOKENS if self.options["stagger"] else 0
         self._refreshing = False
         self._refresh_changed_at = self._rebalanced_at = -np.inf
-        self._batches = np.zeros(len(config.tp_layout))  # expected tokens of a step, by slot
+        self._batches = np.zeros(len(config.tp_layout))  # expected tokens of a step, by slot,
+        self._shares: dict[int, float] = {}  # and of each request
+        self._most_tokens: dict[int, float] = {}  # of a step, by TP degree
         self._line = Line(self.outlook, self._slack_s, bool(self.options["least_slack"]))
 
     def outlook(self, view: View, rows: Rows, refresh_blocks: float | None = None) -> Outlook:
@@ -74,8 +77,7 @@ class Dlmserve(SloPolicy):
     def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
         self._update_batches(view)
         instances = [instance for instance in view.cluster.instances.values() if instance.has_room(0)]
-        most = {each: self._most_tokens(view, each) for each in {i.tp_degree for i in instances}}
-        free = np.array([self._free(view, i, most) for i in instances]).reshape(len(instances), 3)
+        free = np.array([self._free(view, each) for each in instances]).reshape(len(instances), 3)
         if not (free[:, 2] > 0).any():
             return
         self._line.update(now, view, self._step_s)
@@ -89,26 +91,40 @@ class Dlmserve(SloPolicy):
             view.stays.placed(request.number, now, float(self._line.stays_s[place]))
             yield request, instance
             self._batches[instance.slot.index] += needs[2]
+            self._shares[request.number] = float(needs[2])
             self._line.placed(place)
-            free[chosen] = self._free(view, instance, most) if instance.has_room(0) else FULL
-            if not len(self._line.fitting(free)):
+            free[chosen] = self._free(view, instance) if instance.has_room(0) else FULL
+            if not (free[:, 2] > 0).any() or not len(self._line.fitting(free)):
                 return
 
     def _update_batches(self, view: View) -> None:
-        """Of the instances whose residents have changed."""
+        """Of the instances whose residents have changed; of all, and anew, with load control."""
         num_new = len(view.cluster.slots) - len(self._batches)  # another layout is wanted
         self._batches = np.append(self._batches, np.zeros(max(0, num_new)))
-        if slots := list(view.changed_slots):
-            self._batches[slots] = self.outlook(view, residents_of(view, slots)).batches()[slots]
+        for slot in view.changed_slots:
+            instance = view.cluster.instances.get(view.cluster.slots[slot].instance or "")
+            residents = instance.residents if instance else ()
+            self._batches[slot] = sum(self._shares.get(number, 0.0) for number in residents)
 
-    def _free(self, view: View, instance: Instance, most: dict[int, float]) -> tuple[float, float, float]:
-        """KV pages, tokens of canvases and tokens of a step that it still takes; `most` of the last, by TP degree."""
+    def _survey(self, view: View) -> None:
+        """What placement goes by until the next time."""
+        outlook = self.outlook(view, all_residents(view))
+        self._batches = outlook.batches()
+        shares = zip(outlook.rows.index("number").tolist(), outlook.step_tokens.tolist(), strict=True)
+        self._shares = dict(shares)
+        self._most_tokens.clear()
+
+    def _free(self, view: View, instance: Instance) -> tuple[float, float, float]:
+        """KV pages, tokens of canvases and tokens of a step that it still takes."""
         pages, tokens = view.room_of(instance, self.max_resident_tokens)[1:]
         if not self.options["efficient_batch"] or not instance.residents:
             return pages, tokens, np.inf
-        return pages, tokens, most[instance.tp_degree] - self._batches[instance.slot.index]
+        degree = instance.tp_degree
+        if degree not in self._most_tokens:
+            self._most_tokens[degree] = self._find_most_tokens(view, degree)
+        return pages, tokens, self._most_tokens[degree] - self._batches[instance.slot.index]
 
-    def _most_tokens(self, view: View, degree: int) -> float:
+    def _find_most_tokens(self, view: View, degree: int) -> float:
         """Of a step: efficient, or short."""
         taken_in_turn = 1 + TURNAROUND_STEPS / view.history.steps_per_request
         efficient = taken_in_turn * view.costs.efficient_tokens(degree, INEFFICIENCY)
@@ -130,6 +146,8 @@ class Dlmserve(SloPolicy):
 
         Small batches all take the same: then the smallest.
         """
+        if fits.sum() == 1:
+            return int(fits.argmax())
         batches = self._batches[[instance.slot.index for instance in instances]] + tokens
         degrees = [instance.tp_degree for instance in instances]
         step_s = np.where(fits, view.costs.step_s_each(degrees, batches), np.inf)
@@ -143,9 +161,14 @@ class Dlmserve(SloPolicy):
 
     # ---- load control
 
+    def decide(self, now: float, view: View) -> Decision:
+        """Between two rounds of load control nothing: Algorithm 1 after each change of an instance's residents
+        keeps no more deadlines (docs/scheduling.md), and would be on the way of a step's tokens."""
+        return NOTHING
+
     def caps(self, now: float, view: View) -> np.ndarray:
         rows = view.work.rows()
-        self._batches = self.outlook(view, all_residents(view)).batches()
+        self._survey(view)
         if not np.isfinite(rows["deadline"]).any() or not view.cluster.serving():
             return rows.index("top")
         usual = self.outlook(view, rows, self._usual_refresh)
@@ -184,11 +207,15 @@ class Dlmserve(SloPolicy):
             seats = min(seats, self.max_resident_tokens / float(outlook.rows["whole_tokens"].mean()))
         beside = min(max(len(outlook.rows) / len(serving), 1.0), max(seats, 1.0), serving[0].max_num_seqs)
         batch = beside * mean_tokens
-        degrees = {instance.tp_degree for instance in serving}
-        step_s = {each: view.costs.step_s(each, batch) * view.pace.ratio(each) for each in degrees}
-        speed = sum(view.costs.step_s(degree, batch) / step_s[instance.tp_degree] for instance in serving)
+        alone_s = view.costs.step_s(degree, batch)
+        counts = Counter(instance.tp_degree for instance in serving)
+        speeds = (
+            num * alone_s / (view.costs.step_s(each, batch) * view.pace.ratio(each))
+            for each, num in counts.items()
+        )
+        speed = sum(speeds)
         if not self.options["instance_seconds"]:
-            return outlook.tokens, speed * batch / view.costs.step_s(degree, batch)
+            return outlook.tokens, speed * batch / alone_s
         fixed_s, per_token_s = view.costs.line(degree, batch)
         work = outlook.steps * (fixed_s / beside) + outlook.tokens * per_token_s
         return np.maximum.accumulate(work[:, ::-1], axis=1)[:, ::-1], speed

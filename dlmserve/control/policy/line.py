@@ -1,7 +1,7 @@
 """The waiting requests in the order in which `dlmserve` serves them, with what each needs of an instance.
 
 Whoever had started keeps its turn; then by priority; those that can't be saved last; then who must start first.
-The order is made anew every REORDER_S: in between, those that arrive stand at its end. Knows no instances.
+The order is made anew every REORDER_S: those that arrive in between come after all others. Knows no instances.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,28 +31,25 @@ class Line:
     ) -> None:
         self._outlook, self._slack_s, self._least_slack = outlook, slack_s, least_slack
         self._numbers: list[int] = []
-        self._known: set[int] = set()
+        self._num_left = 0  # of them, not placed yet
         self._ordered_at = -np.inf
         self.needs, self.stays_s = np.zeros((0, 3)), np.zeros(0)
 
     def update(self, now: float, view: View, step_s: Callable[[View, np.ndarray], np.ndarray]) -> None:
-        """`step_s`: seconds of a step with a request of so many tokens [n], from which follows how late it may
-        start."""
-        if now >= self._ordered_at + REORDER_S:
-            self._numbers, self._ordered_at = [], now
-            self.needs, self.stays_s = np.zeros((0, 3)), np.zeros(0)
-            self._known.clear()
-        new = [entry.number for entry in view.waiting.entries() if entry.number not in self._known]
-        if new:
-            outlook = self._outlook(view, view.work.rows(new))
-            rows, each_s = outlook.rows, step_s(view, outlook.step_tokens)
-            order = self._order(now, view, outlook, each_s)
-            stays_s = outlook.steps[np.arange(len(rows)), rows.index("cap")] * each_s
-            needs = np.stack((rows["num_pages"], rows["whole_tokens"], outlook.step_tokens), axis=1)
-            self._numbers += rows.index("number")[order].tolist()
-            self.needs = np.concatenate((self.needs, needs[order]))
-            self.stays_s = np.concatenate((self.stays_s, stays_s[order]))
-            self._known.update(new)
+        """Looks who waits, unless that was done a moment ago and some of them still do.
+
+        `step_s`: seconds of a step with a request of so many tokens [n], from which follows how late it may start.
+        """
+        if self._num_left and now < self._ordered_at + REORDER_S:
+            return
+        outlook = self._outlook(view, view.work.rows(view.waiting.numbers()))
+        rows, each_s = outlook.rows, step_s(view, outlook.step_tokens)
+        order = self._order(now, view, outlook, each_s)
+        stays_s = outlook.steps[np.arange(len(rows)), rows.index("cap")] * each_s
+        needs = np.stack((rows["num_pages"], rows["whole_tokens"], outlook.step_tokens), axis=1)
+        self._numbers, self._ordered_at = rows.index("number")[order].tolist(), now
+        self._num_left = len(self._numbers)
+        self.needs, self.stays_s = needs[order], stays_s[order]
 
     def _order(self, now: float, view: View, outlook: Outlook, step_s: np.ndarray) -> np.ndarray:
         rows = outlook.rows
@@ -71,9 +68,12 @@ class Line:
             request = view.requests.get(self._numbers[place])
             if request and request.instance is None:
                 yield place, request
+            else:
+                self.placed(place)
 
     def placed(self, place: int) -> None:
         self.needs[place] = np.inf  # fits nowhere any more
+        self._num_left -= 1
 
     def fitting(self, free: np.ndarray) -> np.ndarray:
         """Places of those for whom some instance may have room; `free` [instances, 3] as `needs`."""

@@ -48,6 +48,8 @@ class Policy:
             if having_room:
                 yield view.requests[number], self.choose(view, having_room, tokens)
                 room = view.room(self.max_resident_tokens)
+                if not room:
+                    return
                 most_pages, most_tokens = _most(room)
 
     def choose(self, view: View, instances: list[Instance], num_tokens: int) -> Instance:

@@ -107,10 +107,10 @@ class HistoricalAverage:
         self._used = PRIOR_REQUESTS  # sum over finished requests of the share of the output that was used
         self._steps = PRIOR_REQUESTS * PRIOR_STEPS_PER_REQUEST  # and of their steps
 
-    def observe_step(self, threshold: float, num_unmasked: int) -> None:
-        self._num_observed += 1
+    def observe_steps(self, threshold: float, num_steps: int, num_unmasked: int) -> None:
+        self._num_observed += num_steps
         seen = self._seen.setdefault(threshold, [0.0, 0.0])
-        seen[0] += 1
+        seen[0] += num_steps
         seen[1] += num_unmasked
         if seen[0] > MAX_STEPS:
             seen[0], seen[1] = seen[0] / 2, seen[1] / 2

@@ -48,7 +48,7 @@ from dlmserve.control.policy.steering import Steering
 from dlmserve.control.policy.transition import Transition
 from dlmserve.control.policy.waiting import WaitingQueue
 from dlmserve.errors import ContextTooLong, DlmServeError, QueueFull, Unavailable, WorkerError
-from dlmserve.messages import Admit, Cancel, Release, StepReport
+from dlmserve.messages import Admit, Cancel, Release, RequestStep, StepReport
 
 TICK_S = 0.1  # how often its owner feeds it a Tick
 OF_REQUESTS = (
@@ -188,18 +188,16 @@ class Scheduler:
             return
         instance.last_seq = report.seq
         num_residents = len(instance.residents)
-        stepped = []
+        stepped: list[tuple[RequestState, RequestStep]] = []
         for step in report.requests:
             if step.request not in instance.residents:
                 continue
             request = self.requests[step.request]
             yield Deliver(request.number, request.apply(step), now - request.arrived_at)
-            self.steering.observe(request, step)
+            stepped.append((request, step))
             if step.finished:
                 self._forget(request, finished_at=now)
                 yield Finish(request.number, step.finished, request.summary(now))
-            else:
-                stepped.append(request)
         for failure in report.failed:
             if failure.request in instance.residents:
                 self._forget(self.requests[failure.request])

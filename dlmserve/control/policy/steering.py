@@ -92,22 +92,29 @@ class Steering:
         work.set(request.number, "recomputes", request.recomputes_left)
         self.view.changed_slots.add(instance.slot.index)
 
-    def observe(self, request: RequestState, step: RequestStep) -> None:
-        """Tokens that a step of this request unmasked at its threshold."""
-        if request.spec.decoding.rule == "threshold":
-            self.view.history.observe_step(step.threshold, len(step.positions))
-
-    def stepped(self, report: StepReport, instance: Instance, requests: list[RequestState]) -> None:
-        """The live ones among a report's requests, after the step is applied to each."""
+    def stepped(
+        self, report: StepReport, instance: Instance, steps: list[tuple[RequestState, RequestStep]]
+    ) -> None:
+        """`steps`: those of the report that have been applied to their requests."""
         if report.num_tokens:
             step_s = report.duration_s + report.idle_s
             num_requests = len(report.requests)
             self.view.costs.observe(instance.tp_degree, report.num_tokens, num_requests, step_s)
             self.view.pace.stepped(instance.slot.index, step_s)
         self.view.stepped_slots.add(instance.slot.index)
-        if requests:
-            self.view.work.proceed(requests)
-        self._make_due(each for each in requests if _is_due(each))
+        self._observe(steps)
+        live = [request for request, step in steps if not step.finished]
+        self.view.work.proceed(live)
+        self._make_due(each for each in live if _is_due(each))
+
+    def _observe(self, steps: list[tuple[RequestState, RequestStep]]) -> None:
+        """Tokens that they unmasked, by threshold."""
+        seen: dict[float, list[int]] = {}
+        for request, step in steps:
+            if request.spec.decoding.rule == "threshold":
+                seen.setdefault(step.threshold, []).append(len(step.positions))
+        for threshold, nums in seen.items():
+            self.view.history.observe_steps(threshold, len(nums), sum(nums))
 
     # ---- predictions
 
