@@ -183,7 +183,9 @@ def slurm_job(tmp_path: Path) -> Callable[..., list[list[str]]]:
 
 
 def test_a_slurm_job_is_a_head_and_nodes_that_join_it(slurm_job: Callable[..., list[list[str]]]) -> None:
-    node, head = slurm_job("--model", "llada-8b", nodes=3, SLURM_GPUS_ON_NODE="4")
+    node, head = slurm_job(
+        "--model", "llada-8b", nodes=3, SLURM_GPUS_PER_NODE="a100:4", SLURM_GPUS_ON_NODE="8"
+    )
     config = head_config(head)
     assert config.tp_layout == (1,) * 12 and config.devices == 4 and config.model == "llada-8b"
     joined = join_parser().parse(node[1:])
