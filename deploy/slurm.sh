@@ -7,9 +7,9 @@
 #SBATCH --mem=0
 # The head on the first node, with that node's devices; the other nodes join it. Keys: `dlmserve keygen keys`, once.
 #   sbatch deploy/slurm.sh --model llada-8b
-# Arguments are the head's. In the environment: DEVICES of each node (default: its GPUs as asked for), TP_LAYOUT (default: an
-# instance per device), KEYS (folder; default: keys), PORT for the nodes, PYTHON. To stop it, with its nodes there until
-# running requests are done:
+# Arguments are the head's. In the environment: DEVICES of each node (default: its GPUs as asked for), TP_LAYOUT
+# (default: an instance per device), KEYS (folder; default: keys), PORT for the nodes, PYTHON. To stop it, with its
+# nodes there until running requests are done:
 #   scancel --batch --signal=TERM JOB
 set -euo pipefail
 # As asked for, which may be a100:4: an exclusive node has more, but srun gives the others no more than that.
