@@ -27,7 +27,8 @@ from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.movement import least_movement
 from dlmserve.control.policy.plan import Problem, RequestClass, tp_layout
 from dlmserve.control.policy.predictions import PUBLISHED_TOKENS_PER_STEP
-from dlmserve.simulate import make_config
+from dlmserve.flags import read_integers
+from dlmserve.simulate import WINDOW_PERIODS, make_config
 from dlmserve.simulation.scenarios import KV_TOKENS_PER_GPU, OVERHEAD_S, get_scenario
 from dlmserve.simulator import Simulator
 
@@ -40,7 +41,7 @@ FIXED = ("1,1,1,1,1,1,1,1", "2,2,2,2", "4,4")
 # day before: --rps 10.9 --nodes 2 --gpus 4 --lengths sharegpt --slo-ms 12500 --max-num-seqs 128 --model-preset
 # h100-nvlink.
 PLANNED_BEFORE = "4,2,1,1"
-RECONFIGURE_S = 15.0
+RECONFIGURE_S = 30.0
 LOW_LOAD_HOURS = 9  # of 24: until the morning's rise
 
 
@@ -195,18 +196,18 @@ def draw(rows: list[dict]) -> None:
 # ---- the day
 
 
-def simulate_day(layout: str, reconfigure_s: float | None, num_hours: int) -> dict:
+def simulate_day(seed: int, layout: str, reconfigure_s: float | None, num_hours: int) -> dict:
     """The requests that arrive in the first `num_hours` of the day, played to their end."""
     tp = tuple(int(part) for part in layout.split(","))
     scenario = replace(get_scenario("diurnal"), layout=tp)
-    config = make_config(
-        scenario, "dlmserve", reconfigure_every_s=reconfigure_s, workload_window_s=reconfigure_s or 300.0
-    )
+    window_s = WINDOW_PERIODS * reconfigure_s if reconfigure_s else 300.0
+    config = make_config(scenario, "dlmserve", reconfigure_every_s=reconfigure_s, workload_window_s=window_s)
     hour_s = scenario.duration_s / 24
-    jobs = [job for job in scenario.jobs(SEED) if job.arrived_at < num_hours * hour_s]
-    ledger = Simulator(config, scenario, SEED, "average", jobs=jobs).run()
+    jobs = [job for job in scenario.jobs(seed) if job.arrived_at < num_hours * hour_s]
+    ledger = Simulator(config, scenario, seed, "average", jobs=jobs).run()
     low_end_s = LOW_LOAD_HOURS * hour_s
     return {
+        "seed": seed,
         "layout": layout,
         "reconfigure_every_s": reconfigure_s,
         "hours": num_hours,
@@ -218,14 +219,14 @@ def simulate_day(layout: str, reconfigure_s: float | None, num_hours: int) -> di
 
 def diurnal(args: argparse.Namespace) -> list[dict]:
     layouts = [(PLANNED_BEFORE, RECONFIGURE_S), *((layout, None) for layout in FIXED)]
-    runs = [(layout, every, args.hours) for layout, every in layouts]
+    runs = [(seed, layout, every, args.hours) for seed in args.seeds for layout, every in layouts]
     with ProcessPoolExecutor(args.jobs) as pool:
         results = []
         for result in pool.map(simulate_day, *zip(*runs, strict=True)):
             results.append(result)
             every, whole, low = result["reconfigure_every_s"], result["all"], result["low_load"]
             print(
-                f"{result['layout']}{f', reconfigured every {every:g} s' if every else ''}: "
+                f"seed {result['seed']}, {result['layout']}{f', reconfigured every {every:g} s' if every else ''}: "
                 f"attainment {whole['attainment']:.2%}, threshold {whole['mean_threshold']:.3f}, "
                 f"latency {whole['latency_s']['mean']:.3f} s, at low load {low['latency_s']['mean']:.3f} s",
                 flush=True,
@@ -243,6 +244,9 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (diurnal)")
     parser.add_argument("--hours", type=int, default=24, help="of the day (diurnal; default: 24)")
+    parser.add_argument(
+        "--seeds", type=read_integers, default=(SEED,), help="with commas between (diurnal; default: 0)"
+    )
     args = parser.parse_args()
     Path("bench/results").mkdir(exist_ok=True)
     for name in [args.only] if args.only else PARTS:

@@ -24,6 +24,9 @@ from dlmserve.simulation.scenarios import SCENARIOS, SWEEP_RPS, NodeFailure, Sce
 from dlmserve.simulator import PredictorName, Simulator
 
 MAX_NUM_SEQS = 128
+WINDOW_PERIODS = (
+    4  # between plans, in the window that the workload is counted in: what few requests came is chance
+)
 NO_LIMIT = 10**9
 
 COLUMNS = ("policy", "rps", "seed", "dropped", "SLO met", "threshold", "accuracy", "p50 s", "p99 s")
@@ -197,7 +200,7 @@ def _config(args: argparse.Namespace, scenario: Scenario, policy: str) -> Server
         policy,
         refresh=args.refresh,
         reconfigure_every_s=args.reconfigure_every,
-        workload_window_s=args.reconfigure_every or 300.0,
+        workload_window_s=WINDOW_PERIODS * args.reconfigure_every if args.reconfigure_every else 300.0,
         max_resident_tokens=args.max_resident_tokens,
         policy_options=dict(map(_option, args.policy_option)),
     )

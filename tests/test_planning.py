@@ -175,6 +175,15 @@ def test_only_what_pays_is_changed(planned: Outcome | None, present: Outcome | N
     assert not is_worthwhile(plan, (4, 4))
 
 
+def test_somewhat_sooner_pays_when_it_is_wanted_twice() -> None:
+    plan = Plan("optimal", {4: 2}, {4: 2}, outcome(0.9, 1.0), outcome(0.9, 1.05))
+    assert not is_worthwhile(plan, (1,) * 8)
+    assert is_worthwhile(plan, (1,) * 8, before=plan)
+    assert not is_worthwhile(plan, (1,) * 8, before=replace(plan, layout={2: 4}))
+    hardly = replace(plan, present=outcome(0.9, 1.01))
+    assert not is_worthwhile(hardly, (1,) * 8, before=hardly)
+
+
 def test_a_mix_of_classes_meets_each_ones_slo() -> None:
     short, long = RequestClass(64.0, 64.0, 10.0, 1.0), RequestClass(*GSM8K, 2.0, 6.0)
     plan = solve(make_problem(0.0, classes=[short, long]))

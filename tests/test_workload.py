@@ -44,6 +44,34 @@ def test_no_arrival_is_lost_and_classes_stay_few(load: list) -> None:
     assert tokens == pytest.approx(sum(prompt + output for _, prompt, output, _ in load))
 
 
+def arrive_at_rates(rates: list[int]) -> WorkloadMonitor:
+    """Evenly, so many in each of the window's ten seconds."""
+    monitor = WorkloadMonitor(window_s=10.0)
+    for second, rate in enumerate(rates):
+        for i in range(rate):
+            monitor.arrived(second + i / rate, 10, 32, None)
+    return monitor
+
+
+@pytest.mark.parametrize(
+    ("rates", "trend"),
+    [
+        ([20] * 10, 1.0),
+        ([20] * 8 + [60] * 2, 60 / (260 / 9)),
+        ([60] * 8 + [20] * 2, 20 / (460 / 9)),
+        ([20] * 8 + [25] * 2, 1.0),  # may be chance
+        ([1] * 8 + [2] * 2, 1.0),
+        ([], 1.0),
+    ],
+)
+def test_a_rate_that_has_changed_is_told_from_chance(rates: list[int], trend: float) -> None:
+    assert arrive_at_rates(rates).trend(10.0) == pytest.approx(trend, rel=0.02)
+
+
+def test_there_is_no_trend_before_the_window_has_a_past() -> None:
+    assert arrive_at_rates([50, 80]).trend(2.0) == 1.0
+
+
 def test_memory_does_not_grow_with_the_rate() -> None:
     monitor = WorkloadMonitor(window_s=10.0)
     for i in range(5000):

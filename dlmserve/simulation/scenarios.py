@@ -106,8 +106,8 @@ SCENARIOS = {
         lengths="sharegpt",
         nodes=(4,) * 4,
     ),
-    # A day in twelve minutes on two nodes with full NVLink, where large instances pay at low load. Planning and
-    # regrouping are not squeezed with it.
+    # A day in 48 minutes on two nodes with full NVLink, where large instances pay at low load. Planning and
+    # regrouping are not squeezed with it: the less of a day they take, the more it is like a real one.
     "diurnal": Scenario(
         "diurnal",
         "day",
@@ -115,7 +115,7 @@ SCENARIOS = {
         slo_s=12.5,
         rps=DIURNAL_PEAK_RPS,
         lengths="sharegpt",
-        duration_s=720.0,
+        duration_s=2880.0,
         cost_model="h100-nvlink",
         nodes=(4, 4),
     ),

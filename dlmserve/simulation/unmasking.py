@@ -28,7 +28,7 @@ DATA = files("dlmserve.simulation") / "data"
 NUM_NOISE_ROWS = 16381  # prime: neighbours in (request, block, step) land far apart
 KEYS_PER_STEP = 7
 NEVER = -1e9  # the score of a position that is not masked
-AHEAD = 8  # requests, and blocks of each, that are decoded ahead together
+REQUESTS_AHEAD, BLOCKS_AHEAD = 16, 4  # are decoded together
 MAX_GROUPS = 256  # of them that are remembered: enough for all live requests
 EXTRA_LOGITS = 6.0  # how far the curve goes on, straight, beyond its first and last knot
 
@@ -154,17 +154,21 @@ class Unmasking:
         if at.steps or at.masked != self._whole:
             bits = [at.masked >> position & 1 for position in range(self.calibration.block_length)]
             return self._decode([(at.request, at.block)], np.array([bits], bool), at.steps, at.threshold), 0
-        requests, blocks = at.request // AHEAD, at.block // AHEAD
-        key = requests, blocks, at.threshold
-        courses = self._ahead.get(key)
-        if courses is None:
-            first_request, first_block = requests * AHEAD, blocks * AHEAD
-            pairs = [(first_request + i // AHEAD, first_block + i % AHEAD) for i in range(AHEAD * AHEAD)]
+        group, request = divmod(at.request, REQUESTS_AHEAD)
+        blocks, block = divmod(at.block, BLOCKS_AHEAD)
+        key = group, blocks, at.threshold
+        if key not in self._ahead:
+            first_request, first_block = group * REQUESTS_AHEAD, blocks * BLOCKS_AHEAD
+            pairs = [
+                (first_request + i, first_block + j)
+                for i in range(REQUESTS_AHEAD)
+                for j in range(BLOCKS_AHEAD)
+            ]
             masked = np.ones((len(pairs), self.calibration.block_length), bool)
-            courses = self._ahead[key] = self._decode(pairs, masked, 0, at.threshold)
+            self._ahead[key] = self._decode(pairs, masked, 0, at.threshold)
             if len(self._ahead) > MAX_GROUPS:
                 self._ahead.popitem(last=False)
-        return courses, at.request % AHEAD * AHEAD + at.block % AHEAD
+        return self._ahead[key], request * BLOCKS_AHEAD + block
 
     def _decode(
         self, pairs: list[tuple[int, int]], masked: np.ndarray, steps: int, threshold: float

@@ -9,7 +9,9 @@ from typing import Literal
 
 import msgspec
 
-LATENCY_WORTH = 0.9  # a plan that takes more than this share of the present latency is not worth a regroup
+# A plan that takes more than this share of the present latency is not worth a regroup,
+LATENCY_WORTH = 0.9
+LATENCY_WORTH_AGAIN = 0.985  # or more than this one where it is not the first to want its layout,
 THRESHOLD_WORTH = 0.005  # nor one whose mean threshold is no more than this above the present one
 
 
@@ -104,12 +106,18 @@ def fill(nodes: list[int], counts: dict[int, int], tp_degrees: list[int]) -> dic
     return {degree: num for degree, num in sorted(filled.items()) if num}
 
 
-def is_worthwhile(plan: Plan, present: tuple[int, ...]) -> bool:
-    """Whether to change the layout: the plan serves more, at a higher threshold, or much sooner."""
+def is_worthwhile(plan: Plan, present: tuple[int, ...], before: Plan | None = None) -> bool:
+    """Whether to change the layout: the plan serves more, at a higher threshold, or much sooner.
+
+    Somewhat sooner is enough where the plan `before` wanted the same: what few requests happened to come in a
+    window differs from plan to plan.
+    """
     if plan.layout == counts_of(present):
         return False
     if plan.outcome is None or plan.present is None:
         return True
     gain = plan.outcome.mean_threshold - plan.present.mean_threshold
-    sooner = plan.outcome.latency_s < LATENCY_WORTH * plan.present.latency_s
+    again = before is not None and before.layout == plan.layout
+    worth = LATENCY_WORTH_AGAIN if again else LATENCY_WORTH
+    sooner = plan.outcome.latency_s < worth * plan.present.latency_s
     return gain > THRESHOLD_WORTH or (sooner and gain >= -THRESHOLD_WORTH)

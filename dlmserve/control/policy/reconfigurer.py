@@ -56,8 +56,11 @@ class Reconfigurer:
     def problem(self, now: float) -> Problem | None:
         """None where no request came within the window, or no node is there."""
         # Answers end early: the rest of their output is never decoded.
-        used = self._steering.view.history.share_used
-        classes = [replace(each, output=used * each.output) for each in self._workload.classes(now)]
+        used, trend = self._steering.view.history.share_used, self._workload.trend(now)
+        classes = [
+            replace(each, output=used * each.output, rps=trend * each.rps)
+            for each in self._workload.classes(now)
+        ]
         nodes = [num for _, num in sorted(self._cluster.nodes.items())]
         degrees = [degree for degree in self._config.tp_degrees if degree <= max(nodes, default=0)]
         if not classes or not degrees:
@@ -92,5 +95,6 @@ class Reconfigurer:
 
     def answer(self, plan: Plan) -> tuple[int, ...] | None:
         """The layout to change to; None where the present one will do."""
-        self.plan = plan
-        return tp_layout(plan.layout) if is_worthwhile(plan, tuple(self._cluster.layout)) else None
+        before, self.plan = self.plan, plan
+        change = is_worthwhile(plan, tuple(self._cluster.layout), before)
+        return tp_layout(plan.layout) if change else None

@@ -5,6 +5,7 @@ instances and of what becomes of requests.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dlmserve.control.policy.plan import RequestClass
@@ -12,6 +13,8 @@ from dlmserve.control.policy.plan import RequestClass
 BIN_TOKENS = 256
 MAX_CLASSES = 16  # the planner's time grows with them: bins are doubled until they are as few
 NUM_SLICES = 10
+RECENT = 0.25  # of the window
+NO_CHANCE = 2.0  # standard deviations
 
 Bin = tuple[int, int]  # prompt and output
 
@@ -74,9 +77,23 @@ class WorkloadMonitor:
         tokens = width * BIN_TOKENS
         return {(p * tokens, o * tokens): _class(each, over_s) for (p, o), each in sorted(counts.items())}
 
+    def trend(self, now: float) -> float:
+        """The rate of late over the rate of the window; 1 where the difference may be chance."""
+        self._forget(now)
+        recent = [each for each in self._slices if each.start_at >= now - RECENT * self.window_s]
+        if not recent or len(recent) == len(self._slices):
+            return 1.0
+        share = (now - recent[0].start_at) / (now - self._slices[0].start_at)
+        expected, found = share * _num(self._slices), _num(recent)
+        return found / expected if abs(found - expected) > NO_CHANCE * expected**0.5 else 1.0
+
     def _forget(self, now: float) -> None:
         while self._slices and self._slices[0].start_at <= now - self.window_s:
             self._slices.popleft()
+
+
+def _num(slices: Iterable[Slice]) -> float:
+    return sum(count.num for each in slices for count in each.counts.values())
 
 
 def merge(parts: list[dict[Bin, Count]]) -> tuple[int, dict[Bin, Count]]:
