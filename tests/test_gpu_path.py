@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlmserve.errors import DeviceLost, OutOfMemory
+from dlmserve.kernels import chunked
 from dlmserve.messages import Admit, Cancel, Decoding, Form, ModelSpec
 from dlmserve.worker import attention, memory
 from dlmserve.worker.attention.varlen import plain_kernel
@@ -88,6 +89,17 @@ def test_a_gpus_step_unmasks_what_a_cpus_does(
     engine = build_on(device, make_form(family=family), SOLO, with_graphs=graphs)
     assert decode(engine, MIXED) == wanted
     assert ("replay" in device.book) is graphs
+
+
+@pytest.mark.parametrize("num_rows", [1, 12, 100])
+def test_drawing_in_chunks_of_rows_changes_nothing(
+    num_rows: int, make_form: Callable[..., Form], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = decode(build_engine(make_form(), "cpu", SOLO), MIXED)
+    monkeypatch.setattr(chunked, "LOGITS_BYTES", 4 * num_rows * 320)
+    engine = build_engine(make_form(), "cpu", SOLO)
+    assert engine._sampler._rows_at_once == num_rows, "the vocabulary has 320 tokens"
+    assert decode(engine, MIXED) == wanted
 
 
 def test_each_step_is_one_copy_there_one_back_and_one_wait(make_form: Callable[..., Form]) -> None:
@@ -172,7 +184,7 @@ def test_a_bucket_holds_its_spans_and_little_more(pairs: list[tuple[int, int]], 
 
 def make_span(length: int, num_tokens: int) -> Span:
     index = np.arange(num_tokens)
-    slots = Slots(index, 0, [], torch.from_numpy(index))
+    slots = Slots(index, 0, [])
     tokens = np.zeros(num_tokens, dtype=np.int64)
     return Span(tokens, num_tokens - length, num_tokens, index[-1:], slots)
 
