@@ -101,7 +101,7 @@ class CudaDevice(Device):
         if len(packed) > len(self._host_out):
             self._host_out = self._pinned(2 * len(packed))
         arrived = self._host_out[: len(packed)]
-        arrived.copy_(packed, non_blocking=True)
+        self._download(packed, arrived)
         synchronise = self._mark()
 
         def wait() -> list[np.ndarray]:
@@ -146,6 +146,9 @@ class CudaDevice(Device):
 
     def _pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def _download(self, packed: Tensor, arrived: Tensor) -> None:
+        arrived.copy_(packed, non_blocking=True)
 
     def _mark(self) -> Callable[[], None]:
         """What waits for all that is queued up to now."""
