@@ -246,14 +246,16 @@ class Engine:
         """Raw logits of one forward over a canvas, float32 [len(tokens), vocab]; touches no request."""
         canvas = np.array(tokens, dtype=np.int64)
         span = Span(canvas, 0, len(canvas), np.arange(len(canvas)), None)
-        return self._sampler.full_logits(self._runner.run([span], {})[0])
+        logits = self._sampler.full_logits(self._runner.run([span], {})[0])
+        self._runner.device.wait()  # whoever comes next writes to the buffer that this canvas is copied from
+        return logits
 
     def warm_up(self, num_tokens: int) -> None:
         """A forward and a step over as many masks: what is made on first use is there then, and a forward's time
         is known.
         """
         began_at = time.perf_counter()
-        self.logits([self._mask_id] * num_tokens).cpu()  # waits for a GPU
+        self.logits([self._mask_id] * num_tokens)
         self.token_s = (time.perf_counter() - began_at) / num_tokens
         decoding = Decoding(block_length=num_tokens, cache="none")
         self._admit(Admit(-1, [self._mask_id] * num_tokens, 0, num_tokens, num_tokens, decoding))
