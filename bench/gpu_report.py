@@ -3,7 +3,8 @@
     python -m bench.gpu_report [--json bench/results/gpu.json]
     python -m bench.gpu_report --device cpu --small      # every line of it, in seconds, without a GPU
 
-Golden cases on the device; kernels and attention against their references and their byte bounds; LLaDA-8B's shape with
+Golden cases on the device; kernels and attention against their references and their byte bounds; groups of ranks formed
+and left; LLaDA-8B's shape with
 random weights: step latency beside the published table, tokens per second against a plain loop in the same run, idle
 time between steps, peak memory. Needs torch, numpy, msgspec, safetensors, tokenizers and jinja2, none of the server's
 other packages.
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bench import report
-from bench.gpu import attentions, decode, golden, kernels, steps
+from bench.gpu import attentions, decode, golden, groups, kernels, steps
 from bench.gpu.setup import Setting
 
 LIMIT_S = 480.0
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu with --small")
     parser.add_argument("--small", action="store_true", help="small shapes, few repeats")
     parser.add_argument("--json", help="write the results here")
-    parser.add_argument("--parts", nargs="+", help="only these: golden kernels attention steps decode")
+    parser.add_argument("--parts", nargs="+", help="only these: golden kernels attention groups steps decode")
     args = parser.parse_args(argv)
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device is {args.device} but torch sees no GPU; use --device cpu --small")
@@ -63,6 +64,7 @@ def run(setting: Setting, only: list[str] | None, began_at: float) -> dict:
         "golden": (lambda: golden.measure(setting), golden.lines),
         "kernels": (lambda: kernels.measure(setting), kernels.lines),
         "attention": (lambda: attentions.measure(setting), attentions.lines),
+        "groups": (lambda: groups.measure(setting), groups.lines),
         "steps": (lambda: steps.measure(setting), steps.lines),
         "decode": (lambda: decode.measure(setting, deadline_at), decode.lines),
     }

@@ -23,6 +23,8 @@ def test_the_report_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(not row["wrong"] for row in results["kernels"]["rows"])
     errors = [row["error_to_plain"] for row in results["attention"]["rows"] if "error" not in row]
     assert len(errors) == 12 and max(errors) < 1e-5, "4 settings; plain, varlen and sdpa work on a CPU"
+    (group,) = results["groups"]["rows"]
+    assert group["ranks"] == 2 and group["right"] and group["replayed_right"]
     assert [row["tokens"] for row in results["steps"]["rows"]] == [32, 1536]
     assert [row["batch"] for row in results["decode"]["rows"]] == [1, 2]
 
