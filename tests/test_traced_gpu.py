@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu.setup import LLADA_8B
+from dlmserve.errors import ConfigError
 from dlmserve.messages import Admit, Cancel, Decoding, Form, ModelSpec
 from dlmserve.worker import memory
+from dlmserve.worker.attention import choose
 from dlmserve.worker.build import build_on
 from dlmserve.worker.engine import Engine
 from dlmserve.worker.parallel import SOLO, Group
@@ -148,6 +150,32 @@ def test_every_request_runs_on_every_back_end(
         engine.apply(Cancel(i))
     run(engine, [admit(9, family)], num_steps=3)
     assert (engine._runner.num_replays > 0) is ("in place" in details or "paged" in details)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "details"),
+    [(32, "torch varlen_attn, K/V of neighbouring pages read in place"), (256, "flash-attn, paged K/V")],
+)
+def test_of_two_back_ends_the_one_is_taken_that_copies_no_keys(
+    page_size: int, details: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn(page_size))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose("auto", DEVICE, torch.bfloat16, 128, page_size).details.startswith(details)
+    assert "flash-attn" in choose("flash", DEVICE, torch.bfloat16, 128, page_size).details
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "capability", "why"),
+    [(12, (9, 0), "heads of 12"), (512, (9, 0), "heads of 512"), (128, (7, 5), "cuda:0 has 7.5")],
+)
+def test_why_flash_attention_is_not_used_is_said(
+    head_dim: int, capability: tuple[int, int], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert why in choose("auto", DEVICE, torch.bfloat16, head_dim, 32).details
+    with pytest.raises(ConfigError, match=why):
+        choose("varlen", DEVICE, torch.bfloat16, head_dim, 32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
