@@ -219,22 +219,25 @@ class Engine:
         outlooks: dict[int, HiddenOutlook],
     ) -> None:
         """Applies to each canvas what was decided for its rows."""
+        finite = np.isfinite(confidences)
+        all_finite = finite.all()
         for plan, group in zip(flight.plans, flight.groups, strict=True):
-            rows = np.arange(group.start, group.end)
+            rows = slice(group.start, group.end)
             request = plan.resident.request
-            if not np.isfinite(confidences[rows]).all():
+            if not all_finite and not finite[rows].all():
                 self._remove(request)
                 message = "the model's logits are not finite (NaN or infinite)"
                 self._result.failed.append(Failure(request, "not_finite", message))
                 continue
-            picked, kept = rows[chosen[rows]], rows[~chosen[rows]]
+            picked, confidence = chosen[rows], confidences[rows]
+            places = np.flatnonzero(picked) if group.decoding.num_top else ()
             step = _apply(
                 plan,
-                plan.columns[picked - group.start],
-                tokens[picked],
-                confidences[picked],
-                top=[top[row] for row in picked.tolist()] if group.decoding.num_top else None,
-                masked_confidences=confidences[kept].tolist(),
+                plan.columns[picked],
+                tokens[rows][picked],
+                confidence[picked],
+                top=[top[group.start + place] for place in places] if group.decoding.num_top else None,
+                masked_confidences=confidence[~picked].tolist(),
                 hidden=outlooks.get(request),
             )
             if step.finished:
