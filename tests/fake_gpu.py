@@ -1,6 +1,7 @@
 """A GPU that is none: CudaDevice with its few calls of torch.cuda done on the CPU, and a book of what was asked.
 
-Host and device buffers are two, uploads are late (poison until then), and a capture replays the work it was given.
+Host and device buffers are two, and both copies are late: a host buffer that is written before the wait for what was
+queued with it, or read before it, shows. A capture replays the work it was given.
 """
 
 from collections.abc import Callable
@@ -21,16 +22,21 @@ class FakeGpu(CudaDevice):
         self.book: list[str] = []
         self.num_captures = 0
         self._memory, self._peak = memory, peak
+        self._uploads: list[tuple[Tensor, Tensor]] = []  # host, and what it held
+        self._downloads: list[tuple[Tensor, Tensor]] = []
 
     def buffers(self, num_bytes: int) -> tuple[Tensor, Tensor]:
         return self._pinned(num_bytes), torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def upload(self, host: Tensor, device: Tensor) -> None:
         self.book.append("upload")
+        self._check_uploads()
+        self._uploads.append((host, host.clone()))
         super().upload(host, device)
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         self.num_captures += 1
+        self._settle()  # as torch.cuda.graph does
         work()
 
         def replay() -> Tensor:
@@ -41,6 +47,7 @@ class FakeGpu(CudaDevice):
 
     def wait(self) -> None:
         self.book.append("wait")
+        self._settle()
 
     def free_bytes(self) -> tuple[int, int] | None:
         return self._memory
@@ -50,8 +57,22 @@ class FakeGpu(CudaDevice):
         return self._peak
 
     def _pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+    def _download(self, packed: Tensor, arrived: Tensor) -> None:
+        arrived.fill_(POISON)
+        self._downloads.append((packed, arrived))
 
     def _mark(self) -> Callable[[], None]:
         self.book.append("download")
-        return lambda: self.book.append("wait")
+        return self.wait
+
+    def _check_uploads(self) -> None:
+        for host, before in self._uploads:
+            assert torch.equal(host, before), "a host buffer was written while its copy might be on its way"
+
+    def _settle(self) -> None:
+        self._check_uploads()
+        for packed, arrived in self._downloads:
+            arrived.copy_(packed)
+        self._uploads, self._downloads = [], []

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dlmserve import kernels
-from dlmserve.errors import KernelsUnavailable
+from dlmserve.errors import DeviceLost, KernelsUnavailable
 from dlmserve.kernels import ALL, FACTOR, THRESHOLD, chunked, cuda, driver, nvrtc, pack, reference, tiled
+from dlmserve.worker.device import Device
 from tests import cuda_emulator
 from tests.kernel_backends import assert_same, emulated, exact, normal, poisoned_memory
 
@@ -135,8 +136,9 @@ def test_a_launch_goes_to_torchs_stream_with_a_pointer_to_each_argument(fake_cud
 def test_what_the_driver_refuses_is_named(fake_cuda):
     launch = driver.Driver(torch.device("cuda:0"))
     fake_cuda.status = 98
-    with pytest.raises(
-        RuntimeError, match=r"launch of rows with 64 threads .* invalid device function \(98\)"
+    with (
+        pytest.raises(DeviceLost, match=r"launch of rows with 64 threads .* invalid device function \(98\)"),
+        Device().named_errors(),
     ):
         launch("rows", (1, 1), 64, (ctypes.c_int(1),))
     with pytest.raises(KernelsUnavailable, match="refuses the kernels compiled for sm_90"):

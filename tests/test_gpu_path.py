@@ -1,6 +1,7 @@
 """The GPU's path of a step on a device that only pretends: buckets, padding, copies, waits; the same result."""
 
 from collections.abc import Callable
+from multiprocessing import Pipe
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlmserve.errors import DeviceLost, OutOfMemory
+from dlmserve.kernels import chunked
 from dlmserve.messages import Admit, Cancel, Decoding, Form, ModelSpec
-from dlmserve.worker import attention, memory
+from dlmserve.worker import attention, local, memory
 from dlmserve.worker.attention.varlen import plain_kernel
 from dlmserve.worker.batch import Span
 from dlmserve.worker.build import build_engine, build_on
@@ -90,6 +92,17 @@ def test_a_gpus_step_unmasks_what_a_cpus_does(
     assert ("replay" in device.book) is graphs
 
 
+@pytest.mark.parametrize("num_rows", [1, 12, 100])
+def test_drawing_in_chunks_of_rows_changes_nothing(
+    num_rows: int, make_form: Callable[..., Form], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = decode(build_engine(make_form(), "cpu", SOLO), MIXED)
+    monkeypatch.setattr(chunked, "LOGITS_BYTES", 4 * num_rows * 320)
+    engine = build_engine(make_form(), "cpu", SOLO)
+    assert engine._sampler._rows_at_once == num_rows, "the vocabulary has 320 tokens"
+    assert decode(engine, MIXED) == wanted
+
+
 def test_each_step_is_one_copy_there_one_back_and_one_wait(make_form: Callable[..., Form]) -> None:
     device = FakeGpu()
     engine = build_on(device, make_form(), SOLO, with_graphs=True)
@@ -103,6 +116,28 @@ def test_each_step_is_one_copy_there_one_back_and_one_wait(make_form: Callable[.
         device.book.clear()
         engine.finish()
         assert device.book == ["wait"]
+
+
+def test_a_canvas_is_not_written_over_another_that_is_on_its_way(make_form: Callable[..., Form]) -> None:
+    engine = build_on(FakeGpu(), make_form(), SOLO, with_graphs=True)
+    plain = build_engine(make_form(), "cpu", SOLO)
+    for prompt in PROMPTS:
+        assert torch.equal(engine.logits(prompt), plain.logits(prompt))
+    assert decode(engine, MIXED[:1]) == decode(plain, MIXED[:1])
+
+
+def test_a_child_rank_makes_its_device_the_current_one_first(
+    make_form: Callable[..., Form], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"set {device}"))
+    monkeypatch.setattr(local, "make_group", lambda *args: done.append(f"group on {args[3]}"))
+    monkeypatch.setattr(local, "build_engine", lambda form, device, group: done.append(f"engine on {device}"))
+    ours, theirs = Pipe()
+    ours.close()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # leaves the number of threads alone
+    local._follow(theirs, make_form(), "cuda:1")
+    assert done == ["set cuda:1", "group on cuda:1", "engine on cuda:1"]
 
 
 def test_steps_of_cache_spans_replay_and_others_do_not(make_form: Callable[..., Form]) -> None:
@@ -172,7 +207,7 @@ def test_a_bucket_holds_its_spans_and_little_more(pairs: list[tuple[int, int]], 
 
 def make_span(length: int, num_tokens: int) -> Span:
     index = np.arange(num_tokens)
-    slots = Slots(index, 0, [], torch.from_numpy(index))
+    slots = Slots(index, 0, [])
     tokens = np.zeros(num_tokens, dtype=np.int64)
     return Span(tokens, num_tokens - length, num_tokens, index[-1:], slots)
 
@@ -197,6 +232,7 @@ def test_staged_arrays_arrive_as_they_were(sizes: list[int], dtype: type, num_by
         for shift in range(2):
             arrays = {f"a{i}": np.arange(size, dtype=dtype) + shift for i, size in enumerate(sizes)}
             tensors = staging.put(arrays)
+            device.wait()
             for name, array in arrays.items():
                 assert tensors[name].numpy().dtype == dtype
                 assert tensors[name].tolist() == array.tolist()
@@ -206,6 +242,14 @@ def test_staged_arrays_arrive_as_they_were(sizes: list[int], dtype: type, num_by
 def test_a_buffer_that_must_not_move_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="800 bytes to stage; wanted at most 100"):
         Staging(Device(), 100, grows=False).put({"a": np.zeros(100, dtype=np.int64)})
+
+
+def test_memory_that_runs_out_in_a_capture_is_what_the_error_says() -> None:
+    with pytest.raises(OutOfMemory, match="Tried to allocate"), FakeGpu().named_errors():
+        try:
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B012
 
 
 GIB = 1 << 30
@@ -249,6 +293,12 @@ class TestMemory:
             torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMore."),
             OutOfMemory,
             "allocate 2 GiB.; lower --mem",
+        ),
+        (RuntimeError("CUDA error: out of memory\nMore."), OutOfMemory, "out of memory; lower --mem"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"),
+            OutOfMemory,
+            "ALLOC_FAILED when; lower",
         ),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), OutOfMemory, "use a higher TP degree"),
         (

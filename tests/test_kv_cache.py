@@ -56,7 +56,7 @@ def test_written_tokens_are_read_back_by_their_owner_alone() -> None:
     assert first.start == 4 and scattered.start is None
     for owner, slots in ((1.0, first), (3.0, scattered)):
         k = torch.arange(len(slots.index), dtype=torch.float32)[:, None, None].expand(-1, 1, 2) + 100 * owner
-        cache.write(1, slots.on_device, k, -k)
+        cache.write(1, torch.from_numpy(slots.index), k, -k)
     for owner, slots in ((1.0, first), (3.0, scattered)):
         k, v = cache.read(1, slots)
         assert k[:, 0, 0].tolist() == [100 * owner + i for i in range(len(slots.index))]

@@ -87,16 +87,16 @@ def _spans(cache: KVCache, count: int, length: int, scattered: bool) -> list[Spa
     for request in range(count):
         slots = cache.reserve(request, 2 * length if scattered else length)
         if scattered:
-            slots = _every_second_page(slots, cache.page_size, length)
+            slots = _every_second_page(cache, slots, length)
         spans.append(Span(tokens, length - 32, length, np.arange(length - 32, length), slots))
     spans.append(Span(tokens, 0, length, np.arange(32), None))
     return sorted(spans, key=lambda span: span.order)
 
 
-def _every_second_page(slots: Slots, page_size: int, length: int) -> Slots:
+def _every_second_page(cache: KVCache, slots: Slots, length: int) -> Slots:
     pages = slots.pages[::2]
-    index = (np.array(pages)[:, None] * page_size + np.arange(page_size)).reshape(-1)[:length]
-    return Slots(index, None, pages, torch.from_numpy(index).to(slots.on_device.device))
+    index = (np.array(pages)[:, None] * cache.page_size + np.arange(cache.page_size)).reshape(-1)[:length]
+    return Slots(index, None, pages, torch.from_numpy(index).to(cache.layer(0)[0].device))
 
 
 def lines(result: dict) -> list[str]:

@@ -24,8 +24,9 @@ def measure(setting: Setting) -> dict:
     weight = torch.empty(vocab, d, dtype=setting.dtype, device=setting.device)
     weight.normal_(0.0, d**-0.5, generator=generator)
     for num_rows in (32, 256) if setting.small else (32, 256, 1024):
-        hidden = torch.empty(num_rows, d, device=setting.device).normal_(generator=generator)
-        logits = hidden @ weight.float().T
+        hidden = torch.empty(num_rows, d, dtype=setting.dtype, device=setting.device)
+        hidden.normal_(generator=generator)
+        logits = hidden.float() @ weight.float().T
         keys = _noise_keys(num_rows, setting.device)
         runs = {
             "logit_rows": (partial(kernels.logit_rows, logits, 0, (5,)), logits.nbytes),
@@ -41,7 +42,7 @@ def measure(setting: Setting) -> dict:
                  "of_bound": bound_s / took_s, "wrong": _wrong(name, run, logits, keys)}
             )  # fmt: skip
     return {
-        "backend": kernels.backend_name(),
+        "backend": kernels.backend_name(setting.device),
         "copy_bytes_per_s": bandwidth,
         "matmul_tflops": matmul,
         "rows": rows,

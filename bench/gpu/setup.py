@@ -103,19 +103,30 @@ class StepClock:
 
 
 def watch(device: Device, clock: StepClock) -> None:
-    """Marks begin and end of whatever `device` is asked to start from here on."""
-    start = device.start
+    """Marks begin and end of whatever `device` is asked to start from here on: from the copy to it, not from what the
+    host does before, while the device idles.
+    """
+    start, upload = device.start, device.upload
+    began = True
 
-    def marked(work: Callable[[], list[Tensor]]) -> Wait:
-        def timed_work() -> list[Tensor]:
+    def marked_upload(host: Tensor, device: Tensor) -> None:
+        nonlocal began
+        if not began:
             clock.mark()
+            began = True
+        upload(host, device)
+
+    def marked_start(work: Callable[[], list[Tensor]]) -> Wait:
+        def timed_work() -> list[Tensor]:
+            nonlocal began
+            began = False
             out = work()
             clock.mark()
             return out
 
         return start(timed_work)
 
-    device.start = marked
+    device.start, device.upload = marked_start, marked_upload
 
 
 def make_engine(

@@ -44,6 +44,7 @@ def measure(setting: Setting) -> dict:
             walls.append(time.perf_counter() - began_at)
             assert abs(result.num_tokens - num_tokens) <= num_tokens // WHOLE
         step_s, busy_s, idle_s = median(walls), median(clock.busy_s()), median(clock.idle_s())
+        host_s = median(_host_s(engine) for _ in range(setting.size(8, 2))) if setting.on_gpu else None
         rows.append(
             {
                 "tokens": num_tokens,
@@ -51,12 +52,24 @@ def measure(setting: Setting) -> dict:
                 "step_ms": 1e3 * step_s,
                 "device_ms": 1e3 * busy_s,
                 "idle_ms": 1e3 * idle_s,
+                "host_us": None if host_s is None else 1e6 * host_s,
                 "h100_ms": table[num_tokens],
                 "tflops": 2e-12 * num_tokens * WEIGHTS_PER_TOKEN / busy_s if not setting.small else None,
             }
         )
         _cancel_all(engine)
     return {"details": engine.details, "rows": rows, "hidden_syncs": _hidden_syncs(setting, engine)}
+
+
+def _host_s(engine: Engine) -> float:
+    """What the host does for a step, without its wait."""
+    began_at = time.perf_counter()
+    engine.launch()
+    launched_at = time.perf_counter()
+    engine._runner.device.wait()
+    done_at = time.perf_counter()
+    engine.finish()
+    return launched_at - began_at + time.perf_counter() - done_at
 
 
 def _admit_all(setting: Setting, engine: Engine, num_tokens: int) -> None:
@@ -97,12 +110,14 @@ def _hidden_syncs(setting: Setting, engine: Engine) -> str:
 def lines(result: dict) -> list[str]:
     out = [result["details"], f"hidden waits in launch(): {result['hidden_syncs']}"]
     out.append(
-        f"{'tokens':>7} {'kind':10}{'step ms':>9}{'device':>9}{'idle':>8}{'H100':>8}{'ratio':>7}{'TFLOP/s':>9}"
+        f"{'tokens':>7} {'kind':10}{'step ms':>9}{'device':>9}{'idle':>8}{'host us':>9}{'H100':>8}{'ratio':>7}"
+        f"{'TFLOP/s':>9}"
     )
     for row in result["rows"]:
         tflops = f"{row['tflops']:9.0f}" if row["tflops"] else ""
+        host = f"{row['host_us']:9.0f}" if row["host_us"] else f"{'':9}"
         out.append(
             f"{row['tokens']:7d} {row['kind']:10}{row['step_ms']:9.2f}{row['device_ms']:9.2f}{row['idle_ms']:8.3f}"
-            f"{row['h100_ms']:8.1f}{row['h100_ms'] / row['step_ms']:7.2f}{tflops}"
+            f"{host}{row['h100_ms']:8.1f}{row['h100_ms'] / row['step_ms']:7.2f}{tflops}"
         )
     return out

@@ -1,4 +1,4 @@
-"""The LM head on a GPU: torch's matrix product over some rows at a time, whose float32 logits fit the memory set aside.
+"""The LM head by torch's matrix product over some rows at a time, whose float32 logits fit the memory set aside.
 
 Knows nothing of how logits are reduced. The weights are read once per chunk, so a chunk takes as many rows as it may.
 """
@@ -6,6 +6,7 @@ Knows nothing of how logits are reduced. The weights are read once per chunk, so
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dlmserve.kernels import tiled
@@ -21,6 +22,11 @@ def num_chunk_rows(num_tokens: int, memory_bytes: int) -> int:
     """How many rows of float32 logits over `num_tokens` a chunk has on a device with that much memory."""
     budget = min(LOGITS_BYTES, memory_bytes // MEMORY_SHARE)
     return max(1, budget // (4 * max(1, num_tokens)))
+
+
+def rows_at_once(num_tokens: int) -> int:
+    """How many rows to ask `logits` for at a time: the same on every device, as collectives want it."""
+    return max(1, LOGITS_BYTES // (4 * max(1, num_tokens)))
 
 
 def head_rows(
@@ -41,8 +47,15 @@ def head_rows(
     if hidden.dtype != weight.dtype or not _has_product(hidden):
         return tiled.head_rows(hidden.float(), weight, token_offset, banned, bias, logit_rows)
     chunks = hidden.split(num_chunk_rows(len(weight), memory_bytes))
-    parts = [logit_rows(_logits(chunk, weight, bias), token_offset, banned) for chunk in chunks]
+    parts = [logit_rows(_with_bias(logits(chunk, weight), bias), token_offset, banned) for chunk in chunks]
     return Rows(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """f32 [M, V] of hidden [M, D] x weight [V, D]^T, all rows at once. Weights are copied only to be widened."""
+    if hidden.dtype != torch.float32 and hidden.dtype == weight.dtype and _has_product(hidden):
+        return torch.ops.aten.mm.dtype(hidden, weight.T, torch.float32)
+    return F.linear(hidden.float(), weight.float())
 
 
 def _has_product(hidden: Tensor) -> bool:
@@ -50,7 +63,5 @@ def _has_product(hidden: Tensor) -> bool:
     return hidden.dtype == torch.float32 or (hidden.is_cuda and hasattr(torch.ops.aten.mm, "dtype"))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    is_wide = hidden.dtype == torch.float32
-    logits = hidden @ weight.T if is_wide else torch.ops.aten.mm.dtype(hidden, weight.T, torch.float32)
+def _with_bias(logits: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)

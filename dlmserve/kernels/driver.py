@@ -39,7 +39,7 @@ class Driver:
             )
         if status:
             raise RuntimeError(
-                f"the launch of {kernel} with {num_threads} threads in a grid of {grid} failed: "
+                f"the launch of {kernel} with {num_threads} threads in a grid of {grid} failed, CUDA error: "
                 f"{self._reason(status)}; an earlier kernel may be to blame: set CUDA_LAUNCH_BLOCKING=1"
             )
 

@@ -15,6 +15,7 @@ from dlmserve.errors import DeviceLost, OutOfMemory
 
 Wait = Callable[[], list[np.ndarray]]
 _ALIGNMENT = 16  # bytes; the widest load of a kernel
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -65,18 +66,29 @@ class Device:
         try:
             yield
         except RuntimeError as error:
-            text = str(error).strip().split("\n")[0]
-            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-                raise OutOfMemory(
-                    f"{self.name} ran out of memory: {text}; lower --memory-fraction or --max-num-seqs, or use a "
-                    "higher TP degree"
-                ) from error
+            # A graph's capture that fails raises once more at its end, and hides why.
+            for seen in (error, error.__context__):
+                if seen is not None and _is_out_of_memory(seen):
+                    raise OutOfMemory(
+                        f"{self.name} ran out of memory: {_first_line(seen)}; lower --memory-fraction or "
+                        "--max-num-seqs, or use a higher TP degree"
+                    ) from error
+            text = _first_line(error)
             if "CUDA error" in text or "cuDNN error" in text:
                 raise DeviceLost(
                     f"{self.name} is lost: {text}; its process starts again, and if that does not help, look at "
                     "what nvidia-smi and dmesg say of it"
                 ) from error
             raise
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch's own class is of its allocator only; pinned memory, graphs and cuBLAS ask the driver."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 class CudaDevice(Device):
@@ -87,7 +99,7 @@ class CudaDevice(Device):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._host_out = self._pinned(1 << 16)
-        self._graph_pool = None
+        self._graph_pool = self._side = None
 
     def buffers(self, num_bytes: int) -> tuple[Tensor, Tensor]:
         return self._pinned(num_bytes), torch.empty(num_bytes, dtype=torch.uint8, device=self.name)
@@ -101,7 +113,7 @@ class CudaDevice(Device):
         if len(packed) > len(self._host_out):
             self._host_out = self._pinned(2 * len(packed))
         arrived = self._host_out[: len(packed)]
-        arrived.copy_(packed, non_blocking=True)
+        self._download(packed, arrived)
         synchronise = self._mark()
 
         def wait() -> list[np.ndarray]:
@@ -113,16 +125,21 @@ class CudaDevice(Device):
         return wait
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Graphs share one memory pool: an output is valid until the next replay of any of them."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()  # libraries allocate and load on first use, which a capture does not allow
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog thread may query its events meanwhile.
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            out = work()
+        """Graphs share one memory pool: an output is valid until the next replay of any of them.
+
+        And one stream: cuBLAS keeps a workspace, 32 MiB on a Hopper, for each that it was ever called on.
+        """
+        with torch.cuda.device(self.name):  # whose current stream is asked for
+            self._side = side = self._side or torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                work()  # libraries allocate and load on first use, which a capture does not allow
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: NCCL's watchdog thread may query its events meanwhile.
+            how = {"stream": side, "pool": self._graph_pool, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, **how):
+                out = work()
         self._graph_pool = graph.pool()
 
         def replay() -> Tensor:
@@ -147,10 +164,13 @@ class CudaDevice(Device):
     def _pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def _download(self, packed: Tensor, arrived: Tensor) -> None:
+        arrived.copy_(packed, non_blocking=True)
+
     def _mark(self) -> Callable[[], None]:
         """What waits for all that is queued up to now."""
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.name))
         return event.synchronize
 
 

@@ -219,22 +219,25 @@ class Engine:
         outlooks: dict[int, HiddenOutlook],
     ) -> None:
         """Applies to each canvas what was decided for its rows."""
+        finite = np.isfinite(confidences)
+        all_finite = finite.all()
         for plan, group in zip(flight.plans, flight.groups, strict=True):
-            rows = np.arange(group.start, group.end)
+            rows = slice(group.start, group.end)
             request = plan.resident.request
-            if not np.isfinite(confidences[rows]).all():
+            if not all_finite and not finite[rows].all():
                 self._remove(request)
                 message = "the model's logits are not finite (NaN or infinite)"
                 self._result.failed.append(Failure(request, "not_finite", message))
                 continue
-            picked, kept = rows[chosen[rows]], rows[~chosen[rows]]
+            picked, confidence = chosen[rows], confidences[rows]
+            places = np.flatnonzero(picked) if group.decoding.num_top else ()
             step = _apply(
                 plan,
-                plan.columns[picked - group.start],
-                tokens[picked],
-                confidences[picked],
-                top=[top[row] for row in picked.tolist()] if group.decoding.num_top else None,
-                masked_confidences=confidences[kept].tolist(),
+                plan.columns[picked],
+                tokens[rows][picked],
+                confidence[picked],
+                top=[top[group.start + place] for place in places] if group.decoding.num_top else None,
+                masked_confidences=confidence[~picked].tolist(),
                 hidden=outlooks.get(request),
             )
             if step.finished:
@@ -246,14 +249,16 @@ class Engine:
         """Raw logits of one forward over a canvas, float32 [len(tokens), vocab]; touches no request."""
         canvas = np.array(tokens, dtype=np.int64)
         span = Span(canvas, 0, len(canvas), np.arange(len(canvas)), None)
-        return self._sampler.full_logits(self._runner.run([span], {})[0])
+        logits = self._sampler.full_logits(self._runner.run([span], {})[0])
+        self._runner.device.wait()  # whoever comes next writes to the buffer that this canvas is copied from
+        return logits
 
     def warm_up(self, num_tokens: int) -> None:
         """A forward and a step over as many masks: what is made on first use is there then, and a forward's time
         is known.
         """
         began_at = time.perf_counter()
-        self.logits([self._mask_id] * num_tokens).cpu()  # waits for a GPU
+        self.logits([self._mask_id] * num_tokens)
         self.token_s = (time.perf_counter() - began_at) / num_tokens
         decoding = Decoding(block_length=num_tokens, cache="none")
         self._admit(Admit(-1, [self._mask_id] * num_tokens, 0, num_tokens, num_tokens, decoding))

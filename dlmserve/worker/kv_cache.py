@@ -73,7 +73,9 @@ class Slots:
     index: np.ndarray
     start: int | None
     pages: list[int]
-    on_device: Tensor  # the index there
+    on_device: Tensor | None = (
+        None  # the index there, where they are not: that copy makes the host wait for a GPU
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -111,8 +113,9 @@ class KVCache:
         offsets = np.arange(self.page_size)
         index = (np.array(pages)[:, None] * self.page_size + offsets).reshape(-1)[:num_tokens]
         neighbours = pages == list(range(pages[0], pages[0] + len(pages)))
-        start = pages[0] * self.page_size if neighbours else None
-        return Slots(index, start, pages, torch.from_numpy(index).to(self._k.device))
+        if neighbours:
+            return Slots(index, pages[0] * self.page_size, pages)
+        return Slots(index, None, pages, torch.from_numpy(index).to(self._k.device))
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k, v [T, num_kv_heads, head_dim] into token slots [T]."""

@@ -109,6 +109,8 @@ def _rank_device(device: str, rank: int) -> str:
 
 def _follow(pipe: Connection, form: Form, device: str) -> None:
     """A child rank: the same engine on the same orders, until the pipe is closed."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // form.tp_degree))  # ranks share the cores
     group = make_group(form.key, form.tp_rank, form.tp_degree, device, form.collective_timeout_s)

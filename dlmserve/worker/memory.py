@@ -7,16 +7,18 @@ import numpy as np
 import torch
 
 from dlmserve.errors import OutOfMemory
-from dlmserve.messages import Form
+from dlmserve.messages import Decoding, Form
 from dlmserve.worker.batch import Span, on_device, pack
 from dlmserve.worker.device import Device, Staging
 from dlmserve.worker.models import Decoder
-from dlmserve.worker.sampling import Sampler
+from dlmserve.worker.sampling import RowGroup, Sampler
 
 # Bounds the activations of a step; whoever does not fit takes part in the next step, first come first.
 MAX_STEP_TOKENS = 16384
 # For what the measured step does not show: captured graphs, libraries' workspaces, fragments.
 SPARE_BYTES = 1 << 30
+# Of the ways to draw: it filters and ranks rows of the whole vocabulary.
+_COSTLIEST = Decoding(temperature=1.0, top_p=0.9, top_k=50, num_top=1)
 
 
 def num_pages(form: Form, model: Decoder, device: Device) -> int:
@@ -50,11 +52,15 @@ def page_bytes(form: Form, model: Decoder) -> int:
 
 
 def _largest_step(form: Form, model: Decoder, device: Device) -> None:
-    """As many whole canvases as a step takes, each with a block of rows to draw for."""
+    """As many whole canvases as a step takes, each with a block of rows to draw for in the costliest way."""
     tokens = np.zeros(form.max_model_len, dtype=np.int64)
     rows = np.arange(min(32, len(tokens)))
     count = min(form.max_num_seqs, max(1, MAX_STEP_TOKENS // len(tokens)))
     spans = [Span(tokens, 0, len(tokens), rows, None)] * count
+    groups = [RowGroup(i * len(rows), (i + 1) * len(rows), rows, 0, _COSTLIEST) for i in range(count)]
     packed = pack(spans, model.attention.plan)
-    hidden = model.forward(on_device(packed, Staging(device).put(packed.arrays)), None)
-    Sampler(model, form.model.mask_id).greedy(hidden)
+    tensors = Staging(device).put(packed.arrays | Sampler.arrays(groups))
+    hidden = model.forward(on_device(packed, tensors), None)
+    sampler = Sampler(model, form.model.mask_id)
+    sampler.greedy(hidden)
+    sampler.draw(hidden, groups, tensors)

@@ -5,7 +5,12 @@ a FileStore of its own, never torch's global default group: a rank forms and lea
 and what is left of a broken one cannot touch the next.
 """
 
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from threading import Timer
 from typing import Any
 
 import torch
@@ -13,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlmserve.errors import WorkerError
+
+log = logging.getLogger("dlmserve.rank")
 
 
 class Group:
@@ -34,17 +41,13 @@ class Group:
 
 
 class BackendGroup(Group):
-    """A group of several ranks over one of torch's backends.
+    """A group of several ranks over one of torch's backends, which a subclass connects and leaves."""
 
-    With gloo a collective raises within milliseconds of a peer's death, and after the timeout where a peer
-    hangs. NCCL calls only enqueue work: there NCCL's watchdog ends this process after the timeout.
-    """
-
-    def __init__(self, backend: Any, rank: int, size: int, timeout_s: float) -> None:
-        self.rank = rank
-        self.size = size
-        self._timeout_s = timeout_s
-        self._backend: Any = backend
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        """Raises RuntimeError where not all ranks are there in time."""
+        self.rank, self.size = rank, size
+        self._timeout_s = timeout.total_seconds()
+        self._backend: Any = self._connect(store, timeout)
 
     def all_reduce_(self, t: Tensor) -> Tensor:
         try:
@@ -61,10 +64,20 @@ class BackendGroup(Group):
             raise self._failure("all_gather", error) from error
         return gathered.view(self.size, *t.shape)
 
+    def first_all_reduce(self, device: str) -> None:
+        """Proves the connection. Raises WorkerError."""
+        self.all_reduce_(torch.ones(1, device=device))
+
     def close(self) -> None:
         if self._backend is not None:
-            self._backend.shutdown()  # ends NCCL's threads
-            self._backend = None  # gloo closes its connections with the last reference only
+            self._leave()
+            self._backend = None
+
+    def _connect(self, store: Any, timeout: timedelta) -> Any:
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        raise NotImplementedError
 
     def _failure(self, what: str, error: RuntimeError) -> WorkerError:
         return WorkerError(
@@ -73,7 +86,70 @@ class BackendGroup(Group):
         )
 
 
+class GlooGroup(BackendGroup):
+    """A collective raises within milliseconds of a peer's death, and after the timeout where a peer hangs."""
+
+    def _connect(self, store: Any, timeout: timedelta) -> Any:
+        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs do not have its options
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]  # the ranks of an instance share a node
+        options._timeout = timeout
+        return gloo(store, self.rank, self.size, options)
+
+    def _leave(self) -> None:
+        """It closes its connections with the last reference only."""
+
+
+class NcclGroup(BackendGroup):
+    """Calls only enqueue work: where a peer is dead or hung, NCCL's watchdog ends this process after the timeout."""
+
+    def _connect(self, store: Any, timeout: timedelta) -> Any:
+        self._meet(store, timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def _meet(self, store: Any, timeout: timedelta) -> None:
+        """NCCL connects at the first collective, and there waits for ever for a rank that never came."""
+        keys = [f"rank {rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], "here")
+        try:
+            store.wait(keys, timeout)
+        except RuntimeError as error:
+            missing = [key for key in keys if not store.check([key])]
+            raise RuntimeError(f"{', '.join(missing)} did not come") from error
+
+    def first_all_reduce(self, device: str) -> None:
+        """A peer that dies while NCCL connects would still be waited for: that ends this process, as later on."""
+        with _ends_process_after(
+            2 * self._timeout_s, f"rank {self.rank} of {self.size} to connect over NCCL"
+        ):
+            super().first_all_reduce(device)
+
+    def _leave(self) -> None:
+        """Not by shutdown(): there the ranks wait for each other, but one that could not load its weights leaves
+        alone. Whoever leaves in order has waited for its device.
+        """
+        self._backend.abort()
+
+
+@contextmanager
+def _ends_process_after(seconds: float, what: str) -> Iterator[None]:
+    def end() -> None:
+        log.error("waited %g s for %s: a peer is gone; this process ends", seconds, what)
+        os._exit(1)  # the agent starts this device's process afresh
+
+    timer = Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 SOLO = Group()
+KINDS = {"cpu": GlooGroup, "cuda": NcclGroup}
 
 
 def make_group(store_path: str, rank: int, size: int, device: str, timeout_s: float) -> Group:
@@ -81,32 +157,24 @@ def make_group(store_path: str, rank: int, size: int, device: str, timeout_s: fl
 
     `device` is "cpu" or "cuda:N". Raises WorkerError where not all are there after about 2 x `timeout_s`.
     """
-    if size == 1:
-        return SOLO
+    return SOLO if size == 1 else connect(store_path, rank, size, device, timeout_s)
+
+
+def connect(store_path: str, rank: int, size: int, device: str, timeout_s: float) -> BackendGroup:
+    """`make_group` for any number of ranks: one of its own, too, which shows that the backend works."""
     timeout = timedelta(seconds=timeout_s)
-    connect = _connect_gloo if device == "cpu" else _connect_nccl
     try:
         store = dist.FileStore(store_path, size)  # pyright: ignore[reportPrivateImportUsage]
         store.set_timeout(timeout)
-        group = BackendGroup(connect(store, rank, size, timeout), rank, size, timeout_s)
+        group = KINDS[torch.device(device).type](store, rank, size, timeout)
     except RuntimeError as error:
         raise WorkerError(
             f"rank {rank} did not meet all {size} ranks at {store_path} within {timeout_s:g} s ({error}): "
             "did one of them die? form the instance again"
         ) from error
-    group.all_reduce_(torch.ones(1, device=device))  # NCCL connects only now, at its first collective
+    try:
+        group.first_all_reduce(device)
+    except WorkerError:
+        group.close()
+        raise
     return group
-
-
-def _connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs do not have its options
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # the ranks of an instance share a node
-    options._timeout = timeout
-    return gloo(store, rank, size, options)
-
-
-def _connect_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -7,6 +7,7 @@ distribution (top-p, top-k, logprobs) gather it. The mask token is never an answ
 and stays in the sum, as the public samplers' softmax has it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,9 @@ from dlmserve.kernels import Rows
 from dlmserve.messages import Decoding
 from dlmserve.worker.models.decoder import Decoder
 
+# Tensors of a chunk's size that filtering and ranking whole rows keep at a time, about.
+_COPIES = 4
+
 
 class NoiseKeys(NamedTuple):
     """What a row is drawn by, in the order in which `kernels.sample_rows` takes it; [rows] each."""
@@ -28,6 +32,9 @@ class NoiseKeys(NamedTuple):
     seed: Tensor
     position: Tensor
     step: Tensor
+
+    def part(self, rows: slice) -> "NoiseKeys":
+        return NoiseKeys(*(key[rows] for key in self))
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,8 @@ class Sampler:
         self._banned = (mask_id,)
         self._offset = model.shard.vocab[0]
         self._full_rows = -(-model.config.vocab_size // self._group.size)  # vocabulary rows of a full shard
+        # The same on all ranks: what gathers whole rows is collective.
+        self._rows_at_once = kernels.rows_at_once(model.config.vocab_size)
 
     @staticmethod
     def arrays(groups: list[RowGroup]) -> dict[str, np.ndarray]:
@@ -118,13 +127,29 @@ class Sampler:
         return self._group.all_gather(kernels.pack(local))
 
     def _draw_noisy(self, hidden: Tensor, keys: NoiseKeys) -> Tensor:
-        score, local = kernels.sample_rows(self._logits(hidden), *keys, self._offset, self._banned)
-        return self._group.all_gather(kernels.pack(local, score))
+        parts = []
+        for start in range(0, len(hidden), self._rows_at_once):
+            rows = slice(start, start + self._rows_at_once)
+            logits = kernels.logits(hidden[rows], self._model.head)
+            score, local = kernels.sample_rows(logits, *keys.part(rows), self._offset, self._banned)
+            parts.append(kernels.pack(local, score))
+        return self._group.all_gather(torch.cat(parts, 1))
 
     def _draw_distribution(
         self, hidden: Tensor, groups: list[RowGroup], keys: NoiseKeys
     ) -> tuple[Rows, list[Top]]:
         """Rows of the whole vocabulary on every rank: each filters and draws the same."""
+        drawn, top = [], list[Top]()
+        start = 0
+        for members in _in_chunks(groups, max(1, self._rows_at_once // _COPIES)):
+            rows = slice(start, start + sum(group.end - group.start for group in members))
+            more = self._draw_chunk(hidden[rows], members, keys.part(rows))
+            drawn.append(more[0])
+            top += more[1]
+            start = rows.stop
+        return Rows(*map(torch.cat, zip(*drawn, strict=True))), top
+
+    def _draw_chunk(self, hidden: Tensor, groups: list[RowGroup], keys: NoiseKeys) -> tuple[Rows, list[Top]]:
         logits = self.full_logits(hidden)
         allowed = logits.clone()
         for token in self._banned:
@@ -143,13 +168,9 @@ class Sampler:
         raw = logits.gather(1, drawn.token.clamp(min=0)[:, None])[:, 0]
         return Rows(raw, drawn.token, logits.logsumexp(-1)), top
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """This rank's part of the logits, float32 [M, V_local]."""
-        return F.linear(hidden.float(), self._model.head.float())
-
     def full_logits(self, hidden: Tensor) -> Tensor:
         """float32 [M, V] on every rank."""
-        local = self._logits(hidden)
+        local = kernels.logits(hidden, self._model.head)
         if self._group.size == 1:
             return local
         padded = F.pad(local, (0, self._full_rows - local.shape[1]), value=-torch.inf)
@@ -163,6 +184,21 @@ def _by_kind(groups: list[RowGroup]) -> dict[Literal["greedy", "noisy", "distrib
         kind = "distribution" if group.needs_distribution else "greedy" if group.is_greedy else "noisy"
         kinds.setdefault(kind, []).append(group)
     return kinds
+
+
+def _in_chunks(groups: list[RowGroup], num_rows: int) -> Iterator[list[RowGroup]]:
+    """Neighbours with at most `num_rows` rows together, or one that has more."""
+    chunk: list[RowGroup] = []
+    size = 0
+    for group in groups:
+        length = group.end - group.start
+        if chunk and size + length > num_rows:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(group)
+        size += length
+    if chunk:
+        yield chunk
 
 
 def _noise_keys(groups: list[RowGroup]) -> dict[str, np.ndarray]:

@@ -65,7 +65,8 @@ class Attention(Protocol):
 
 
 def choose(name: str, device: str, dtype: torch.dtype, head_dim: int, page_size: int) -> Attention:
-    """The back end `name`; "auto": flash, varlen, sdpa on GPUs, the first that works; sdpa on CPUs.
+    """The back end `name`; "auto": sdpa on CPUs; on GPUs flash or varlen, the first that reads the cache in place at
+    this page size, else the first that works, else sdpa.
 
     Raises ConfigError where the named one does not work here.
     """
@@ -77,16 +78,19 @@ def choose(name: str, device: str, dtype: torch.dtype, head_dim: int, page_size:
         if name == "flash":
             raise ConfigError("--attention is 'flash', which needs a GPU; use varlen or sdpa on a CPU")
         return VarlenAttention(plain_kernel(), page_size)
-    reasons = []
+    reasons: list[str] = []
+    found: list[VarlenAttention] = []
     if (unfit := _unfit_for_flash(device, dtype, head_dim)) is not None:
         reasons.append(unfit)
     else:
         for kind, make in (("flash", flash_kernel), ("varlen", torch_kernel)):
             if name in (kind, "auto"):
                 try:
-                    return VarlenAttention(make(page_size), page_size)
+                    found.append(VarlenAttention(make(page_size), page_size))
                 except ImportError as error:
                     reasons.append(f"{kind}: {error}")
+    if found:
+        return next((each for each in found if each.fits_graphs), found[0])
     if name == "auto":
         return SdpaAttention("; ".join(reasons))
     raise ConfigError(
@@ -98,7 +102,7 @@ def _unfit_for_flash(device: str, dtype: torch.dtype, head_dim: int) -> str | No
     """Why FlashAttention's kernels cannot run here; None where they can."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"they compute in float16 or bfloat16, not in {dtype}".replace("torch.", "")
-    if head_dim > 256:
-        return f"heads of {head_dim} exceed the 256 that they know"
+    if head_dim > 256 or head_dim % 8:
+        return f"heads of {head_dim} are none of the sizes that they know, multiples of 8 up to 256"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"they need compute capability 8.0, {device} has {major}.{minor}"
