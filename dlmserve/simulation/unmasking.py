@@ -29,7 +29,7 @@ NUM_NOISE_ROWS = 16381  # prime: neighbours in (request, block, step) land far a
 KEYS_PER_STEP = 7
 NEVER = -1e9  # the score of a position that is not masked
 REQUESTS_AHEAD, BLOCKS_AHEAD = 16, 4  # are decoded together
-MAX_GROUPS = 256  # of them that are remembered: enough for all live requests
+MAX_GROUPS = 512  # of them that are remembered: enough for all live requests
 EXTRA_LOGITS = 6.0  # how far the curve goes on, straight, beyond its first and last knot
 
 
@@ -154,21 +154,22 @@ class Unmasking:
         if at.steps or at.masked != self._whole:
             bits = [at.masked >> position & 1 for position in range(self.calibration.block_length)]
             return self._decode([(at.request, at.block)], np.array([bits], bool), at.steps, at.threshold), 0
-        group, request = divmod(at.request, REQUESTS_AHEAD)
-        blocks, block = divmod(at.block, BLOCKS_AHEAD)
-        key = group, blocks, at.threshold
+        # Neighbours in number arrive together; they all need it at the highest threshold, few at a lower one.
+        num_requests = REQUESTS_AHEAD if at.threshold == self.calibration.thresholds[0] else 1
+        first_request, first_block = (
+            at.request - at.request % num_requests,
+            at.block - at.block % BLOCKS_AHEAD,
+        )
+        key = first_request, first_block, at.threshold
         if key not in self._ahead:
-            first_request, first_block = group * REQUESTS_AHEAD, blocks * BLOCKS_AHEAD
             pairs = [
-                (first_request + i, first_block + j)
-                for i in range(REQUESTS_AHEAD)
-                for j in range(BLOCKS_AHEAD)
+                (first_request + i, first_block + j) for i in range(num_requests) for j in range(BLOCKS_AHEAD)
             ]
             masked = np.ones((len(pairs), self.calibration.block_length), bool)
             self._ahead[key] = self._decode(pairs, masked, 0, at.threshold)
             if len(self._ahead) > MAX_GROUPS:
                 self._ahead.popitem(last=False)
-        return self._ahead[key], request * BLOCKS_AHEAD + block
+        return self._ahead[key], (at.request - first_request) * BLOCKS_AHEAD + at.block - first_block
 
     def _decode(
         self, pairs: list[tuple[int, int]], masked: np.ndarray, steps: int, threshold: float
