@@ -126,19 +126,18 @@ def flash_attn(page_size: int) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("attention", "page_size", "details"),
+    ("attention", "page_size", "details", "family"),
     [
-        ("varlen", 32, "neighbouring pages read in place"),
-        ("varlen", 256, "paged K/V read in place"),
-        ("flash", 32, "flash-attn, K/V gathered"),
-        ("flash", 256, "flash-attn, paged"),
-        ("sdpa", 32, "sdpa per request"),
+        ("varlen", 32, "neighbouring pages read in place", "llada"),
+        ("varlen", 256, "paged K/V read in place", "dream"),
+        ("flash", 32, "flash-attn, K/V gathered", "dream"),
+        ("flash", 256, "flash-attn, paged", "llada"),
+        ("sdpa", 32, "sdpa per request", "dream"),
     ],
 )
 def test_every_request_runs_on_every_back_end(
-    family: str, attention: str, page_size: int, details: str,
+    attention: str, page_size: int, details: str, family: str,
     make_engine: Callable[..., Engine], launched: set[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn(page_size))
@@ -178,23 +177,21 @@ def test_why_flash_attention_is_not_used_is_said(
         choose("varlen", DEVICE, torch.bfloat16, head_dim, 32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_before_torch_2_13_the_operator_below_varlen_attn_is_called(
-    family: str, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None):  # noqa: ANN001, ANN202
         raise AssertionError("it cannot read runs")
 
     monkeypatch.setattr(importlib.import_module("torch.nn.attention.varlen"), "varlen_attn", varlen_attn)
-    engine = make_engine(family)
+    engine = make_engine()
     assert "torch's flash attention" in engine.details
-    assert run(engine, [admit(i, family, **kind) for i, kind in enumerate(EVERY_KIND)]) == {True, False}
+    assert run(engine, [admit(i, **kind) for i, kind in enumerate(EVERY_KIND)]) == {True, False}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_rank_of_two(family: str, make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(family, group=TracedGroup(1, 2))
-    assert run(engine, [admit(i, family, **kind) for i, kind in enumerate(EVERY_KIND)]) == {True, False}
+def test_a_rank_of_two(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine("dream", group=TracedGroup(1, 2))
+    assert run(engine, [admit(i, "dream", **kind) for i, kind in enumerate(EVERY_KIND)]) == {True, False}
 
 
 def test_float32_runs_without_flash_attention(make_engine: Callable[..., Engine]) -> None:
