@@ -25,6 +25,17 @@ def end_columns(step: RequestStep, eos_ids: tuple[int, ...]) -> list[int]:
     return [at for at, token in zip(step.positions, step.tokens, strict=True) if token in eos_ids]
 
 
+def end_read(courses: list[Course], chances: list[np.ndarray], eos_ids: tuple[int, ...]) -> dict[str, float]:
+    """How far the first position that is likely an end token is from where the answer then ends.
+
+    chances: P(end token) of each output position, for each course.
+    """
+    answers = [answer_length(course, eos_ids) for course in courses]
+    read = [int(np.argmax(np.append(each > 0.5, True))) for each in chances]
+    wrong = np.abs(np.subtract(read, answers))
+    return {"error": float(wrong.sum() / sum(answers)), "exact": float((wrong == 0).mean())}
+
+
 def groups_of(courses: list[Course], table: StepTable, eos_ids: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Rows bool [n] of each group; those of a step that at least one came before, but for the arrivals."""
     early, unended, later = [], [], []

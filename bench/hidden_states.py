@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench import report, tasks
-from bench.hidden_groups import answer_length, compare, end_columns, groups_of
+from bench.hidden_groups import answer_length, compare, end_columns, end_read, groups_of
 from dlmserve import LLM
 from dlmserve.checkpoint import ModelInfo
 from dlmserve.control.policy.predictions import HIDDEN_BLOCKS
@@ -191,7 +191,11 @@ def main() -> None:
                 file.write_bytes(pickle.dumps(recording))
         table, found = predict_held_out(llm, recording, args.seed)
         groups = groups_of(recording.courses, table, llm.info.eos_ids)
-        results[str(block_length)] = compare(table, found, groups, args.seed)
+        first = [states[0].ends for states in recording.states]
+        results[str(block_length)] = {
+            "end_read_at_first_step": end_read(recording.courses, first, llm.info.eos_ids),
+            "groups": compare(table, found, groups, args.seed),
+        }
     report.write(args.json, args.seed, results)
 
 
