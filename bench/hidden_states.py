@@ -1,4 +1,4 @@
-"""What hidden states add to a prediction of remaining steps: python -m bench.hidden_states [--n 880] [--blocks 32,8]
+"""What hidden states add to a prediction of remaining steps: python -m bench.hidden_states [--n 550] [--blocks 32,8]
 
 The embedded model answers held-out problems (bench/tasks.py) at every threshold, outputs of 32 to 256 tokens in turn,
 with blocks of 32 tokens (most answers end in the first) and of 8 (most go over several, as a large model's do). A
@@ -11,7 +11,7 @@ five times. Readings, each as two features beside those that need no hidden stat
   end in block  masks before the first position of the block where an end token is more likely than not, and masks
                 expected before the end, from the probabilities at the block's recompute step
   end           the same from the whole output
-  true end      the same with the end that the answer will have, from arrival on: no reading can say more of the end
+  true end      the same with the end that the answer will have, from arrival on ("later": from the first step on)
   alone         only what the network reads, no trees
 
 Differences are to trees without any reading, with 95% intervals from drawing prompts anew. `--cache FOLDER` keeps
@@ -101,23 +101,23 @@ def end_features(recording: Recording, reads: str, info: ModelInfo) -> np.ndarra
     for course, states in zip(recording.courses, recording.states, strict=True):
         start, length, left = course.spec.output_start, course.spec.decoding.block_length, iter(states)
         canvas, end = np.array(course.spec.canvas[start:]), course.spec.limit - start
-        ends = np.zeros(len(canvas))
-        true_end = answer_length(course, info.eos_ids)
-        if reads == "true end":
-            ends[true_end:] = 1
+        truth = np.arange(len(canvas)) >= answer_length(course, info.eos_ids)
+        ends = truth if reads == "true end" else np.zeros(len(canvas))
         for step in course.steps:
             masked = canvas[:end] == info.mask_id
             chances = ends[:end] * masked
             likely = chances > 0.5
             before = int(np.argmax(likely)) if likely.any() else end
-            rows.append((masked[:before].sum(), (masked * np.cumprod(1 - chances)).sum()))
-            if step.recompute and reads != "true end":
+            counts = masked[:before].sum(), (masked * np.cumprod(1 - chances)).sum()
+            rows.append(np.array(counts) / len(canvas))
+            if reads.startswith("true end"):
+                ends = truth
+            elif step.recompute:
                 ends = next(left).ends.copy()
                 if reads == "end in block":
                     ends[: step.block * length] = ends[(step.block + 1) * length :] = 0
             canvas[np.array(step.positions, dtype=int) - start] = step.tokens
             end = min([end, *(at - start for at in end_columns(step, info.eos_ids))])
-        rows[-len(course.steps) :] = [np.array(row) / len(canvas) for row in rows[-len(course.steps) :]]
     return np.array(rows)
 
 
@@ -132,7 +132,7 @@ def predict_held_out(llm: LLM, recording: Recording, seed: int) -> tuple[StepTab
     ]
     ends = {
         reads: _with_features(table, end_features(recording, reads, info))
-        for reads in ("end in block", "end", "true end")
+        for reads in ("end in block", "end", "true end", "true end later")
     }
     found = {}
     for part in np.array_split(requests, NUM_FOLDS):
@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--n", type=int, default=880, help="problems; those with the same prompt count once")
+    parser.add_argument("--n", type=int, default=550, help="problems; those with the same prompt count once")
     parser.add_argument("--blocks", default="32,8", help="block lengths")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", help="folder of what was recorded, to go on from")
