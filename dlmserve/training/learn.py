@@ -50,7 +50,7 @@ def learn(courses: list[Course], info: ModelInfo, seed: int) -> Learned:
         return Learned(_report(table, held_out, seed), CatBoostPredictor.train(table, seed=seed))
     network = train_network(hidden.of(known), hidden.of(validation), seed)
     table = step_table(with_outlooks(courses, read_unseen(network, hidden, seen, seed)), info)
-    alone = _usual([course for course in courses if course.request in set(seen.tolist())])
+    alone = hidden_alone([course for course in courses if course.request in set(seen.tolist())])
     return Learned(
         _report(table, held_out, seed, alone),
         CatBoostPredictor.train(table, seed=seed),
@@ -60,7 +60,7 @@ def learn(courses: list[Course], info: ModelInfo, seed: int) -> Learned:
     )
 
 
-def _usual(courses: list[Course]) -> HiddenStatePredictor:
+def hidden_alone(courses: list[Course]) -> HiddenStatePredictor:
     """Steps per block at each threshold, and blocks per answer."""
     thresholds = np.unique([course.threshold for course in courses])
     per_block = []

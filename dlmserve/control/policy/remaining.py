@@ -7,6 +7,8 @@ Notation of the algorithms: S steps left at each threshold, R recompute steps am
 steps. Thresholds are in descending order, so index 0 is the highest.
 """
 
+from typing import Any
+
 import numpy as np
 
 from dlmserve.control.policy.request import RequestState
@@ -184,7 +186,7 @@ class RemainingWork:
             assert (self.get(request.number, "slot") == WAITING) == (request.instance is None)
 
 
-def _cells(columns: np.ndarray) -> dict[str, memoryview]:
+def _cells(columns: np.ndarray) -> dict[str, Any]:
     """The columns by name, for single cells: a tenth of what an array's take."""
     return {name: memoryview(column) for name, column in zip(COLUMNS, columns, strict=True)}
 

@@ -51,12 +51,7 @@ from dlmserve.errors import ContextTooLong, DlmServeError, QueueFull, Unavailabl
 from dlmserve.messages import Admit, Cancel, Release, RequestStep, StepReport
 
 TICK_S = 0.1  # how often its owner feeds it a Tick
-OF_REQUESTS = (
-    StepDone,
-    Arrived,
-    Cancelled,
-    Predicted,
-)  # events that leave nodes, ranks and instances as they are
+OF_REQUESTS = (StepDone, Arrived, Cancelled, Predicted)  # events that change no node, rank or instance
 MAX_LOSSES = 3  # instances that may die under a request before it is taken for the cause
 
 
@@ -86,7 +81,6 @@ class Scheduler:
         self.steering = Steering(
             config, policy, costs, self.cluster, self.requests, self._waiting, asks_predictor
         )
-
         self.reconfigurer = Reconfigurer(config, self.cluster, self.steering)
 
     @property
