@@ -1,6 +1,6 @@
 """One workload on a live server and in the simulator: how far apart their latencies are.
 
-    python -m bench.live_vs_sim [--rps 8,16] [--requests 200] [--json bench/results/live_vs_sim.json]
+    python -m bench.live_vs_sim [--rps 8,16] [--seeds 0,1,2] [--json bench/results/live_vs_sim.json]
 
 Records on the real engine which tokens each request unmasks in which step, serves the requests (one rank of one
 thread; the client is this process, so another core should be free), and plays the same arrivals in the
@@ -23,6 +23,7 @@ from bench.load import start_server
 from dlmserve import LLM, DecodingParams
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cost_model import CostModel
+from dlmserve.flags import read_integers, read_numbers
 from dlmserve.loadtest import Run, Shot, fire, poisson_times
 from dlmserve.messages import RequestStep
 from dlmserve.simulation.recorded import Course, RecordedStep, Recording
@@ -109,17 +110,9 @@ def compare(live_s: list[float], ledger: Ledger) -> dict:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rps", default="8,16,24", help="rates, one run each")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the results here")
-    args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    prompts = [problem.prompt for problem in tasks.problems("test", args.requests, args.seed)]
+def serve_and_play(seed: int, num_requests: int, rates: list[float]) -> list[dict]:
+    """One server's runs, one for each rate."""
+    prompts = [problem.prompt for problem in tasks.problems("test", num_requests, seed)]
     jobs, courses = record(prompts)
     process, url, _ = start_server(["--device", "cpu", "--policy", "infaas"])
 
@@ -128,20 +121,38 @@ def main() -> None:
         run = asyncio.run(fire(url, shots))
         return latencies(run), play(times, jobs[: len(times)], courses, run.cluster["profile"], head_s)
 
+    results = []
     try:
         both(poisson_times(WARM_UP, 8.0, 1), 0.0)
         live_s, ledger = both([ALONE_S * i for i in range(WARM_UP)], 0.0)
         head_s = max(0.0, float(np.mean(live_s) - np.mean(finished_s(ledger))))
-        results = []
-        for rps in map(float, args.rps.split(",")):
-            figures = compare(*both(poisson_times(args.requests, rps, args.seed), head_s))
-            results.append({"rps": rps, "head_ms": 1e3 * head_s} | figures)
+        for rps in rates:
+            figures = compare(*both(poisson_times(num_requests, rps, seed), head_s))
+            results.append({"seed": seed, "rps": rps, "head_ms": 1e3 * head_s} | figures)
             print(json.dumps(results[-1]), flush=True)
     finally:
         process.terminate()
         process.wait()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rps", type=read_numbers, default=(8.0, 16.0, 24.0), help="rates, one run each")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--seeds", type=read_integers, default=(0,), help="one server for each")
+    parser.add_argument("--json", help="write the results here")
+    args = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    results = [one for seed in args.seeds for one in serve_and_play(seed, args.requests, args.rps)]
+    off = [result["mean"]["off"] for result in results]
+    print(
+        f"mean latency, simulated over live: {report.spread(off)}; within 15%: {sum(abs(x) < 0.15 for x in off)}"
+    )
     if args.json:
-        report.write(args.json, args.seed, results)
+        report.write(args.json, args.seeds[0], results)
 
 
 if __name__ == "__main__":
