@@ -25,7 +25,7 @@ from dlmserve.simulator import PredictorName, Simulator
 
 MAX_NUM_SEQS = 128
 WINDOW_PERIODS = (
-    4  # between plans, in the window that the workload is counted in: what few requests came is chance
+    4  # from plan to plan, in the window over which requests are counted: what few of them came is chance
 )
 NO_LIMIT = 10**9
 

@@ -14,9 +14,10 @@ from dlmserve.control.policy.events import (
     Send,
     Tick,
 )
+from dlmserve.control.policy.request import StepUpdate
 from dlmserve.errors import Unavailable, WorkerError
 from dlmserve.messages import Failure
-from tests.story import MASK, Story, admitted, error_of, make_admit, make_spec, make_step, make_update, rank
+from tests.story import MASK, Story, admitted, error_of, make_admit, make_spec, make_step, rank
 
 
 def test_a_request_goes_on_elsewhere_from_the_heads_canvas() -> None:
@@ -33,7 +34,7 @@ def test_a_request_goes_on_elsewhere_from_the_heads_canvas() -> None:
     ]
     late = make_step(1, {9: 3}, block=1)
     assert story.report(0.5, "i0.1", 3, late) == []  # what the dead one still said
-    assert story.report(0.6, "i1.1", 0, late) == [Deliver(1, make_update(4, {9: 3}, block=1), 0.6)]
+    assert story.report(0.6, "i1.1", 0, late) == [Deliver(1, StepUpdate(4, late), 0.6)]
 
 
 def test_an_instance_has_no_say_in_a_request_that_another_holds() -> None:

@@ -98,7 +98,7 @@ class Dlmserve(SloPolicy):
                 return
 
     def _update_batches(self, view: View) -> None:
-        """Of the instances whose residents have changed; of all, and anew, with load control."""
+        """Of the instances whose residents have changed since they were surveyed."""
         num_new = len(view.cluster.slots) - len(self._batches)  # another layout is wanted
         self._batches = np.append(self._batches, np.zeros(max(0, num_new)))
         for slot in view.changed_slots:
@@ -106,7 +106,7 @@ class Dlmserve(SloPolicy):
             residents = instance.residents if instance else ()
             self._batches[slot] = sum(self._shares.get(number, 0.0) for number in residents)
 
-    def _survey(self, view: View) -> None:
+    def survey(self, view: View) -> None:
         """What placement goes by until the next time."""
         outlook = self.outlook(view, all_residents(view))
         self._batches = outlook.batches()
@@ -168,7 +168,6 @@ class Dlmserve(SloPolicy):
 
     def caps(self, now: float, view: View) -> np.ndarray:
         rows = view.work.rows()
-        self._survey(view)
         if not np.isfinite(rows["deadline"]).any() or not view.cluster.serving():
             return rows.index("top")
         usual = self.outlook(view, rows, self._usual_refresh)
@@ -208,12 +207,9 @@ class Dlmserve(SloPolicy):
         beside = min(max(len(outlook.rows) / len(serving), 1.0), max(seats, 1.0), serving[0].max_num_seqs)
         batch = beside * mean_tokens
         alone_s = view.costs.step_s(degree, batch)
-        counts = Counter(instance.tp_degree for instance in serving)
-        speeds = (
-            num * alone_s / (view.costs.step_s(each, batch) * view.pace.ratio(each))
-            for each, num in counts.items()
-        )
-        speed = sum(speeds)
+        speed = 0.0
+        for each, num in Counter(instance.tp_degree for instance in serving).items():
+            speed += num * alone_s / (view.costs.step_s(each, batch) * view.pace.ratio(each))
         if not self.options["instance_seconds"]:
             return outlook.tokens, speed * batch / alone_s
         fixed_s, per_token_s = view.costs.line(degree, batch)

@@ -239,7 +239,7 @@ class Scheduler:
     def _tick(self, now: float) -> Iterator[Action]:
         for rank in self.cluster.stuck_ranks(now):
             yield RestartRank(rank, "it did not leave a lost instance")
-        yield from self._drop_late(now)
+        yield from self._place_waiting(now)  # those too that a policy has put off
         if not self.transition.active:
             yield from self.reconfigurer.question(now)
 

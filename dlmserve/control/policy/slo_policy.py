@@ -42,6 +42,9 @@ class SloPolicy(Policy, ABC):
     def caps(self, now: float, view: View) -> np.ndarray:
         """The highest threshold each request may use, int [n], for all rows."""
 
+    def survey(self, view: View) -> None:
+        """A look at all residents before load control, for what has to do without one in between."""
+
     def moves(self, now: float, view: View) -> Iterable[Move]:
         """Considered with load control."""
         return ()
@@ -75,6 +78,7 @@ class SloPolicy(Policy, ABC):
         if not view.load_changed:
             return self.decide(now, view)._replace(moves=moves)
         self._controlled_at = now
+        self.survey(view)
         caps = self.caps(now, view) if self.options["alg2"] else view.work.rows().index("top")
         residents = np.flatnonzero(view.work.rows()["slot"] >= 0)
         outlook = self.outlook(view, view.work.take(residents))
