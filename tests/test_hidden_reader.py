@@ -15,6 +15,7 @@ from dlmserve.control.policy.predictions import Progress, features
 from dlmserve.control.policy.request import RequestSpec, RequestState
 from dlmserve.errors import ConfigError
 from dlmserve.messages import Decoding, RequestStep
+from dlmserve.training import hidden
 from dlmserve.training.hidden import HiddenTable, read_unseen, train_network
 from dlmserve.worker.hidden_reader import HiddenNetwork, load_reader, pool_recomputed
 
@@ -41,8 +42,8 @@ def test_only_requests_at_a_recompute_step_are_pooled_mean_and_first() -> None:
         SimpleNamespace(columns=np.arange(count), recompute=recompute)
         for count, recompute in ((2, True), (3, False), (1, True))
     ]
-    hidden = torch.arange(12.0).view(6, 2)
-    assert pool_recomputed(hidden, plans).tolist() == [[1, 2, 0, 1], [10, 11, 10, 11]]
+    states = torch.arange(12.0).view(6, 2)
+    assert pool_recomputed(states, plans).tolist() == [[1, 2, 0, 1], [10, 11, 10, 11]]
 
 
 def test_the_network_learns_both_numbers(table: HiddenTable, network: HiddenNetwork) -> None:
@@ -52,8 +53,9 @@ def test_the_network_learns_both_numbers(table: HiddenTable, network: HiddenNetw
 
 
 def test_who_was_seen_is_read_by_networks_that_did_not_see_it(
-    table: HiddenTable, network: HiddenNetwork
+    table: HiddenTable, network: HiddenNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hidden, "MAX_EPOCHS", 5)  # they only have to be others
     read = read_unseen(network, table, seen=np.arange(85), seed=0)
     own = network(table.pooled).numpy()
     unseen = table.requests >= 85

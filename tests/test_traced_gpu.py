@@ -197,7 +197,7 @@ def test_a_rank_of_two(make_engine: Callable[..., Engine]) -> None:
 def test_float32_runs_without_flash_attention(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(attention="auto", dtype="float32")
     assert "they compute in float16 or bfloat16" in engine.details
-    assert run(engine, [admit(i, **kind) for i, kind in enumerate(EVERY_KIND)]) == {True, False}
+    assert run(engine, [admit(0), admit(1, temperature=0.8)], num_steps=3) == {True, False}
 
 
 def test_alternatives_are_ranked_on_the_device(make_engine: Callable[..., Engine]) -> None:
@@ -212,7 +212,7 @@ def test_alternatives_are_ranked_on_the_device(make_engine: Callable[..., Engine
 
 @pytest.mark.parametrize(
     ("decoding", "group"),
-    [*((kind, SOLO) for kind in EVERY_KIND), ({"num_top": 5}, SOLO), (EVERY_KIND[-1], TracedGroup(0, 2))],
+    [({}, SOLO), (EVERY_KIND[-1], SOLO), ({"num_top": 5}, SOLO), (EVERY_KIND[-1], TracedGroup(0, 2))],
 )
 def test_no_step_makes_a_larger_tensor_than_the_step_that_memory_is_planned_by(
     decoding: dict, group: Group, make_form: Callable[..., Form], device: TracedGpu
