@@ -28,7 +28,7 @@ from dlmserve.control.policy.movement import least_movement
 from dlmserve.control.policy.plan import Problem, RequestClass, tp_layout
 from dlmserve.control.policy.predictions import PUBLISHED_TOKENS_PER_STEP
 from dlmserve.flags import read_integers
-from dlmserve.simulate import WINDOW_PERIODS, make_config
+from dlmserve.simulate import make_config
 from dlmserve.simulation.scenarios import KV_TOKENS_PER_GPU, OVERHEAD_S, get_scenario
 from dlmserve.simulator import Simulator
 
@@ -200,8 +200,7 @@ def simulate_day(seed: int, layout: str, reconfigure_s: float | None, num_hours:
     """The requests that arrive in the first `num_hours` of the day, played to their end."""
     tp = tuple(int(part) for part in layout.split(","))
     scenario = replace(get_scenario("diurnal"), layout=tp)
-    window_s = WINDOW_PERIODS * reconfigure_s if reconfigure_s else 300.0
-    config = make_config(scenario, "dlmserve", reconfigure_every_s=reconfigure_s, workload_window_s=window_s)
+    config = make_config(scenario, "dlmserve", reconfigure_every_s=reconfigure_s)
     hour_s = scenario.duration_s / 24
     jobs = [job for job in scenario.jobs(seed) if job.arrived_at < num_hours * hour_s]
     ledger = Simulator(config, scenario, seed, "average", jobs=jobs).run()

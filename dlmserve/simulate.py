@@ -80,6 +80,8 @@ def simulate(
 
 def make_config(scenario: Scenario, policy: str, **settings) -> ServerConfig:
     """A server's settings on the scenario's cluster; raises ConfigError."""
+    every_s = settings.get("reconfigure_every_s")
+    window = {"workload_window_s": WINDOW_PERIODS * every_s} if every_s else {}
     config = ServerConfig(
         policy=policy,
         tp_layout=scenario.layout,
@@ -87,7 +89,7 @@ def make_config(scenario: Scenario, policy: str, **settings) -> ServerConfig:
         max_num_seqs=MAX_NUM_SEQS,
         max_queue=NO_LIMIT,
         slo_ms=scenario.slo_s * 1e3,
-        **settings,
+        **(window | settings),
     )
     config.check()
     return config
@@ -200,7 +202,6 @@ def _config(args: argparse.Namespace, scenario: Scenario, policy: str) -> Server
         policy,
         refresh=args.refresh,
         reconfigure_every_s=args.reconfigure_every,
-        workload_window_s=WINDOW_PERIODS * args.reconfigure_every if args.reconfigure_every else 300.0,
         max_resident_tokens=args.max_resident_tokens,
         policy_options=dict(map(_option, args.policy_option)),
     )

@@ -7,7 +7,6 @@ shutdown() waits for all ranks.
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,16 @@ from bench.gpu import groups
 from dlmserve.errors import WorkerError
 from dlmserve.worker import parallel
 from dlmserve.worker.parallel import GlooGroup, NcclGroup, make_group
-from tests.test_parallel import PATIENT_S, REPLY_LIMIT_S, Peer, everyone, gather, leave, reduce
+from tests.test_parallel import (
+    REPLY_LIMIT_S,
+    Peer,
+    crew_of,
+    everyone,
+    form_all,
+    gather,
+    leave,
+    reduce,
+)
 
 
 class NcclStandIn:
@@ -73,19 +81,10 @@ def form(
     return state["group"].size
 
 
-def form_all(peers: list[Peer], path: Path) -> None:
-    for rank, peer in enumerate(peers):
-        peer.call(form, str(path), rank, len(peers), PATIENT_S)
-    assert [peer.reply() for peer in peers] == [len(peers)] * len(peers)
-
-
 @pytest.fixture(scope="module")
 def crew() -> Iterator[list[Peer]]:
-    peers = [Peer() for _ in range(3)]
-    yield peers
-    for peer in peers:
-        peer.process.kill()
-        peer.process.join()
+    with crew_of(3) as crew:
+        yield crew
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_are_formed_and_left_again_and_again_on_living_ranks(crew, pair, tmp_path):
     for formation, peers in enumerate((pair, crew, pair)):
-        form_all(peers, tmp_path / str(formation))
+        form_all(peers, tmp_path / str(formation), form=form)
         total = float(sum(range(1, len(peers) + 1)))
         assert everyone(peers, reduce, [2], torch.float32) == [[total, total]] * len(peers)
         assert [len(gathered) for gathered in everyone(peers, gather, [2, 3])] == [len(peers)] * len(peers)
@@ -110,7 +109,7 @@ def test_groups_are_formed_and_left_again_and_again_on_living_ranks(crew, pair, 
 
 
 def test_a_rank_that_could_not_load_leaves_without_waiting_for_its_peers(pair, tmp_path):
-    form_all(pair, tmp_path / "store")
+    form_all(pair, tmp_path / "store", form=form)
     pair[0].call(leave)
     pair[0].reply()  # within its limit: the other rank does not take part
     everyone(pair, leave)
@@ -118,13 +117,13 @@ def test_a_rank_that_could_not_load_leaves_without_waiting_for_its_peers(pair, t
 
 def test_survivors_of_a_killed_peer_leave_and_form_again(pair, tmp_path):
     third = Peer()
-    form_all([*pair, third], tmp_path / "three")
+    form_all([*pair, third], tmp_path / "three", form=form)
     for peer in pair:
         peer.call(reduce, [1000], torch.float32)
     third.process.kill()
     third.process.join()
     assert all(isinstance(peer.reply(), WorkerError) for peer in pair)
-    form_all(pair, tmp_path / "two")
+    form_all(pair, tmp_path / "two", form=form)
     assert everyone(pair, reduce, [1], torch.float32) == [[3.0]] * 2
     everyone(pair, leave)
 

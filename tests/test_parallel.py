@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -89,19 +90,25 @@ def everyone(peers: list[Peer], do: Callable, *args: object) -> list:
     return [peer.reply() for peer in peers]
 
 
-def form_all(peers: list[Peer], path: Path, timeout_s: float = PATIENT_S) -> None:
+def form_all(peers: list[Peer], path: Path, timeout_s: float = PATIENT_S, form: Callable = form) -> None:
     for rank, peer in enumerate(peers):
         peer.call(form, str(path), rank, len(peers), timeout_s)
     assert [peer.reply() for peer in peers] == [len(peers)] * len(peers)
 
 
-@pytest.fixture(scope="module")
-def peers() -> Iterator[list[Peer]]:
-    crew = [Peer() for _ in range(3)]
+@contextmanager
+def crew_of(size: int) -> Iterator[list[Peer]]:
+    crew = [Peer() for _ in range(size)]
     yield crew
     for peer in crew:
         peer.process.kill()
         peer.process.join()
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[list[Peer]]:
+    with crew_of(3) as crew:
+        yield crew
 
 
 @pytest.fixture

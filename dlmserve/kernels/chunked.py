@@ -20,13 +20,12 @@ MEMORY_SHARE = 64
 
 def num_chunk_rows(num_tokens: int, memory_bytes: int) -> int:
     """How many rows of float32 logits over `num_tokens` a chunk has on a device with that much memory."""
-    budget = min(LOGITS_BYTES, memory_bytes // MEMORY_SHARE)
-    return max(1, budget // (4 * max(1, num_tokens)))
+    return rows_at_once(num_tokens, min(LOGITS_BYTES, memory_bytes // MEMORY_SHARE))
 
 
-def rows_at_once(num_tokens: int) -> int:
+def rows_at_once(num_tokens: int, num_bytes: int = LOGITS_BYTES) -> int:
     """How many rows to ask `logits` for at a time: the same on every device, as collectives want it."""
-    return max(1, LOGITS_BYTES // (4 * max(1, num_tokens)))
+    return max(1, num_bytes // (4 * max(1, num_tokens)))
 
 
 def head_rows(

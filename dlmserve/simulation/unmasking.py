@@ -85,7 +85,7 @@ class Courses(NamedTuple):
         return self.positions[start:end], self.confidences[start:end]
 
 
-class DecodingBlock:
+class UnmaskingBlock:
     """A block that is being decoded (`instance.DecodingBlock`). It follows a course until its threshold changes."""
 
     __slots__ = (
@@ -145,11 +145,11 @@ class Unmasking:
 
     def begin_block(
         self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
-    ) -> DecodingBlock:
+    ) -> UnmaskingBlock:
         """`masked`: a bit for each position, which of them still hold the mask."""
-        return DecodingBlock(self, request, block, masked, threshold, steps_in_block)
+        return UnmaskingBlock(self, request, block, masked, threshold, steps_in_block)
 
-    def courses(self, at: DecodingBlock) -> tuple[Courses, int]:
+    def courses(self, at: UnmaskingBlock) -> tuple[Courses, int]:
         """Its course from there on, and its place among those that come with it."""
         if at.steps or at.masked != self._whole:
             bits = [at.masked >> position & 1 for position in range(self.calibration.block_length)]

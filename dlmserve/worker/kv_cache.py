@@ -73,9 +73,8 @@ class Slots:
     index: np.ndarray
     start: int | None
     pages: list[int]
-    on_device: Tensor | None = (
-        None  # the index there, where they are not: that copy makes the host wait for a GPU
-    )
+    # The index there, where they are not: that copy makes the host wait for a GPU.
+    on_device: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ and what is left of a broken one cannot touch the next.
 
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,7 +41,7 @@ class Group:
         """Leave the group; may be called twice. Peers that wait in a gloo collective raise at once."""
 
 
-class BackendGroup(Group):
+class BackendGroup(Group, ABC):
     """A group of several ranks over one of torch's backends, which a subclass connects and leaves."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -73,11 +74,13 @@ class BackendGroup(Group):
             self._leave()
             self._backend = None
 
+    @abstractmethod
     def _connect(self, store: Any, timeout: timedelta) -> Any:
-        raise NotImplementedError
+        """The backend. Raises RuntimeError."""
 
+    @abstractmethod
     def _leave(self) -> None:
-        raise NotImplementedError
+        """Ends what the backend does not end with its last reference."""
 
     def _failure(self, what: str, error: RuntimeError) -> WorkerError:
         return WorkerError(
@@ -149,7 +152,7 @@ def _ends_process_after(seconds: float, what: str) -> Iterator[None]:
 
 
 SOLO = Group()
-KINDS = {"cpu": GlooGroup, "cuda": NcclGroup}
+KINDS: dict[str, type[BackendGroup]] = {"cpu": GlooGroup, "cuda": NcclGroup}
 
 
 def make_group(store_path: str, rank: int, size: int, device: str, timeout_s: float) -> Group:

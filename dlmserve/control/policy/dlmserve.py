@@ -106,11 +106,10 @@ class Dlmserve(SloPolicy):
             residents = instance.residents if instance else ()
             self._batches[slot] = sum(self._shares.get(number, 0.0) for number in residents)
 
-    def survey(self, view: View) -> None:
+    def survey(self, residents: Outlook) -> None:
         """What placement goes by until the next time."""
-        outlook = self.outlook(view, all_residents(view))
-        self._batches = outlook.batches()
-        shares = zip(outlook.rows.index("number").tolist(), outlook.step_tokens.tolist(), strict=True)
+        self._batches = residents.batches()
+        shares = zip(residents.rows.index("number").tolist(), residents.step_tokens.tolist(), strict=True)
         self._shares = dict(shares)
         self._most_tokens.clear()
 

@@ -42,8 +42,8 @@ class SloPolicy(Policy, ABC):
     def caps(self, now: float, view: View) -> np.ndarray:
         """The highest threshold each request may use, int [n], for all rows."""
 
-    def survey(self, view: View) -> None:
-        """A look at all residents before load control, for what has to do without one in between."""
+    def survey(self, residents: Outlook) -> None:
+        """All residents as load control finds them, for what has to do without in between."""
 
     def moves(self, now: float, view: View) -> Iterable[Move]:
         """Considered with load control."""
@@ -78,10 +78,10 @@ class SloPolicy(Policy, ABC):
         if not view.load_changed:
             return self.decide(now, view)._replace(moves=moves)
         self._controlled_at = now
-        self.survey(view)
-        caps = self.caps(now, view) if self.options["alg2"] else view.work.rows().index("top")
         residents = np.flatnonzero(view.work.rows()["slot"] >= 0)
         outlook = self.outlook(view, view.work.take(residents))
+        self.survey(outlook)
+        caps = self.caps(now, view) if self.options["alg2"] else view.work.rows().index("top")
         view.pace.expect(degrees_of(view), outlook.batches(), view.costs)
         levels = self._levels(now, outlook, caps[residents])
         return Decision(levels, caps, self.refreshes(view), moves)
