@@ -20,11 +20,15 @@ MEMORY_SHARE = 64
 
 def num_chunk_rows(num_tokens: int, memory_bytes: int) -> int:
     """How many rows of float32 logits over `num_tokens` a chunk has on a device with that much memory."""
-    return rows_at_once(num_tokens, min(LOGITS_BYTES, memory_bytes // MEMORY_SHARE))
+    return _rows_within(min(LOGITS_BYTES, memory_bytes // MEMORY_SHARE), num_tokens)
 
 
-def rows_at_once(num_tokens: int, num_bytes: int = LOGITS_BYTES) -> int:
+def rows_at_once(num_tokens: int) -> int:
     """How many rows to ask `logits` for at a time: the same on every device, as collectives want it."""
+    return _rows_within(LOGITS_BYTES, num_tokens)
+
+
+def _rows_within(num_bytes: int, num_tokens: int) -> int:
     return max(1, num_bytes // (4 * max(1, num_tokens)))
 
 
