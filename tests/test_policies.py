@@ -312,7 +312,7 @@ def test_predictions_are_asked_for_on_arrival_and_after_eight_more_tokens() -> N
         told.append(story.at(now + 0.1, Tick()))
     asked = [(i, a) for i, actions in enumerate(told) for a in actions if isinstance(a, Predict)]
     assert [i for i, _ in asked] == [2 * 3 + 1], "by the tick after the fourth report"
-    assert asked[0][1].progress[0].confidences == (0.5,) * 8
+    assert asked[0][1].progress[0].confidences.tolist() == [0.5] * 8
 
 
 def test_what_comes_due_within_a_tenth_of_a_second_is_asked_for_at_once() -> None:

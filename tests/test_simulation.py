@@ -115,6 +115,19 @@ def test_a_requests_course_depends_on_its_threshold_only() -> None:
     assert course(Unmasking(load_calibration(), seed=1), 3, 0.9) != alone
 
 
+def test_a_block_that_goes_on_elsewhere_keeps_its_course() -> None:
+    unmasking, whole = Unmasking(load_calibration(), seed=0), (1 << 32) - 1
+    stays = [unmasking.begin_block(number, 1, whole, 0.9) for number in range(4)]
+    for _ in range(3):
+        unmasking.step(stays)
+    moved = [unmasking.begin_block(number, 1, stays[number].masked, 0.9, 3) for number in range(4)]
+    assert all(block.masked for block in stays), "there is something left to compare"
+    for block, other in zip(stays, moved, strict=True):
+        while block.masked:
+            assert unmasking.step([block]) == unmasking.step([other])
+            assert block.masked == other.masked
+
+
 def test_tokens_pass_the_threshold_or_are_the_best_alone() -> None:
     engine = SimulatedEngine(Unmasking(load_calibration(), seed=0), 100, 32, {})
     engine.apply(Admit(0, [TEXT] + [MASK] * 64, 1, 65, 65, Decoding(value=0.8)))

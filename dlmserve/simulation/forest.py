@@ -38,13 +38,13 @@ class Forest:
         self._first_leaf = np.arange(len(trees)) * 2**MAX_DEPTH
         # The threshold is the last input. Its splits and the features' set different bits of a leaf's index.
         of_threshold = columns == len(FEATURES)
-        self._columns = np.where(of_threshold, 0, columns)
-        self._borders = np.where(of_threshold, np.float32(np.inf), borders)
-        self._threshold_borders = np.where(of_threshold, borders, np.float32(np.inf))
+        self._columns = np.where(of_threshold, 0, columns).ravel()
+        self._borders = np.where(of_threshold, np.float32(np.inf), borders).ravel()
+        self._threshold_borders = np.where(of_threshold, borders, np.float32(np.inf)).ravel()
 
     def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
         by_features = _bits(features.astype(np.float32)[:, self._columns] > self._borders)
-        by_threshold = _bits(thresholds.astype(np.float32)[:, None, None] > self._threshold_borders)
+        by_threshold = _bits(thresholds.astype(np.float32)[:, None] > self._threshold_borders)
         leaf = by_features[:, None] + by_threshold
         values = self._leaves.ravel()[leaf + self._first_leaf].sum(axis=2)
         share = self._scale * values + self._bias
@@ -52,5 +52,5 @@ class Forest:
 
 
 def _bits(passed: np.ndarray) -> np.ndarray:
-    """One byte for each row and tree of bool [n, trees, MAX_DEPTH]."""
-    return np.packbits(passed, axis=2, bitorder="little")[:, :, 0]
+    """One byte for each row and tree of bool [n, trees * MAX_DEPTH]."""
+    return np.packbits(passed, axis=1, bitorder="little")

@@ -6,7 +6,7 @@ the caller's. Covers the threshold rule without temperature, and models whose lo
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from dlmserve.messages import Admit, Cancel, Command, Failure, Release, RequestStep, SetRefresh, SetThreshold
 
@@ -22,9 +22,6 @@ class DecodingBlock(Protocol):
     masked: int
 
     def set_threshold(self, threshold: float) -> None: ...
-    def step(self) -> tuple[list[int], list[float]]:
-        """Positions in the block that this step unmasks, ascending, and their confidences."""
-        ...
 
 
 class BlockDecoder(Protocol):
@@ -33,6 +30,10 @@ class BlockDecoder(Protocol):
     def begin_block(
         self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
     ) -> DecodingBlock: ...
+
+    def step(self, blocks: list[Any]) -> list[tuple[list[int], list[float]]]:
+        """Of each block that it began: positions in it that this step unmasks, ascending, and their confidences."""
+        ...
 
 
 @dataclass
@@ -193,10 +194,13 @@ class SimulatedEngine:
 
     def _unmask(self, chosen: list[Resident]) -> list[RequestStep]:
         steps = []
-        for resident in chosen:
-            positions, confidences = resident.decoding.step()
+        unmasked = self._decoder.step([resident.decoding for resident in chosen])
+        for resident, (positions, confidences) in zip(chosen, unmasked, strict=True):
             first, eos_at = resident.block_start, resident.eos_at
             columns = [first + position for position in positions]
+            tokens = [TEXT] * len(columns)
+            if columns[-1] >= eos_at:
+                tokens = [EOS if column >= eos_at else TEXT for column in columns]
             finished = self._finished(resident)
             step = RequestStep(
                 resident.request,
@@ -204,7 +208,7 @@ class SimulatedEngine:
                 resident.block,
                 resident.threshold,
                 columns,
-                [EOS if column >= eos_at else TEXT for column in columns],
+                tokens,
                 confidences,
                 finished,
             )

@@ -85,16 +85,21 @@ class Oracle:
         return self._courses[request]
 
     def _decode(self, request: int) -> np.ndarray:
+        """All blocks at all thresholds at once."""
         job, length = self._jobs[request], self._unmasking.calibration.block_length
         wanted = min(job.answer + 1, job.output)
         num_blocks = -(-wanted // length)
         steps = np.zeros((num_blocks, len(self._thresholds)), int)
+        live = []
         for block in range(num_blocks):
             masked = (1 << min(length, job.output - block * length)) - 1
             needed = (1 << min(length, wanted - block * length)) - 1
             for i, threshold in enumerate(self._thresholds):
                 decoding = self._unmasking.begin_block(request, block, masked, threshold)
-                while decoding.masked & needed:
-                    decoding.step()
-                    steps[block, i] += 1
+                live.append(((block, i), decoding, needed))
+        while live:
+            self._unmasking.step([decoding for _, decoding, _ in live])
+            for place, _, _ in live:
+                steps[place] += 1
+            live = [each for each in live if each[1].masked & each[2]]
         return steps

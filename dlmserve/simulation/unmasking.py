@@ -16,11 +16,10 @@ thresholds only, never on who else is in the batch or on the policy. Knows nothi
 
 import csv
 import json
-from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +27,6 @@ DATA = files("dlmserve.simulation") / "data"
 NUM_NOISE_ROWS = 16381  # prime: neighbours in (request, block, step) land far apart
 KEYS_PER_STEP = 7
 NEVER = -1e9  # the score of a position that is not masked
-REQUESTS_AHEAD, BLOCKS_AHEAD = 16, 4  # are decoded together
-MAX_GROUPS = 512  # of them that are remembered: enough for all live requests
 EXTRA_LOGITS = 6.0  # how far the curve goes on, straight, beyond its first and last knot
 
 
@@ -71,62 +68,26 @@ def read_table(column: str) -> dict[float, float]:
     return {float(row["threshold"]): float(row[column]) for row in csv.DictReader(lines)}
 
 
-class Courses(NamedTuple):
-    """What some blocks' steps unmask, from their present state to their end, by steps and then by blocks."""
-
-    num_blocks: int
-    positions: list[int]  # within a block
-    confidences: list[float]
-    starts: list[int]  # of step k of block b in both lists: at k * num_blocks + b
-
-    def step(self, step: int, block: int) -> tuple[list[int], list[float]]:
-        at = step * self.num_blocks + block
-        start, end = self.starts[at], self.starts[at + 1]
-        return self.positions[start:end], self.confidences[start:end]
-
-
 class UnmaskingBlock:
-    """A block that is being decoded (`instance.DecodingBlock`). It follows a course until its threshold changes."""
+    """A block that is being decoded (`instance.DecodingBlock`). `base`: its scores without what changes from step to
+    step, float32 [block_length], NEVER where nothing is masked; `noise_row`: of its next step.
+    """
 
-    __slots__ = (
-        "_at",
-        "_courses",
-        "_place",
-        "_unmasking",
-        "block",
-        "masked",
-        "request",
-        "steps",
-        "threshold",
-    )
+    __slots__ = ("_unmasking", "base", "cut", "masked", "noise_row")
 
     def __init__(
-        self, unmasking: "Unmasking", request: int, block: int, masked: int, threshold: float, steps: int
+        self, unmasking: "Unmasking", base: np.ndarray, masked: int, noise_row: int, threshold: float
     ) -> None:
         self._unmasking = unmasking
-        self.request, self.block = request, block
-        self.masked, self.threshold, self.steps = masked, threshold, steps
-        self._courses: Courses | None = None
-        self._place = self._at = 0
+        self.base, self.masked, self.noise_row = base, masked, noise_row
+        self.set_threshold(threshold)
 
     def set_threshold(self, threshold: float) -> None:
-        if threshold != self.threshold:
-            self.threshold, self._courses = threshold, None
-
-    def step(self) -> tuple[list[int], list[float]]:
-        if self._courses is None:
-            self._courses, self._place = self._unmasking.courses(self)
-            self._at = 0
-        positions, confidences = self._courses.step(self._at, self._place)
-        self._at += 1
-        self.steps += 1
-        for position in positions:
-            self.masked ^= 1 << position
-        return positions, confidences
+        self.cut = self._unmasking.cut(threshold)
 
 
 class Unmasking:
-    """Courses of blocks. Neighbouring requests' next blocks are decoded ahead together: few array operations."""
+    """What blocks unmask; those of one step are computed together."""
 
     def __init__(self, calibration: Calibration, seed: int) -> None:
         self.calibration = calibration
@@ -138,84 +99,59 @@ class Unmasking:
         self._ease = rng.standard_normal(NUM_NOISE_ROWS, dtype=np.float32)
         self._places = np.arange(length, dtype=np.float32) * np.float32(spread.distance / length)
         context = spread.context * (1 - np.arange(length + 1) / length)
-        self._context = context.astype(np.float32)  # by masks left
+        # By masks left and by the first of them.
+        self._shifts = (context.astype(np.float32)[:, None] + self._places).tolist()
         self._knots, self._logits = _curve(calibration)
         self._whole = (1 << length) - 1
-        self._ahead: OrderedDict[tuple[int, int, float], Courses] = OrderedDict()
+        self._cuts: dict[float, float] = {}
 
     def begin_block(
         self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
     ) -> UnmaskingBlock:
         """`masked`: a bit for each position, which of them still hold the mask."""
-        return UnmaskingBlock(self, request, block, masked, threshold, steps_in_block)
+        spread, key = self.calibration.spread, _mix(request, block)
+        ease = spread.request * self._ease[_mix(request) % NUM_NOISE_ROWS]
+        ease += spread.block * self._ease[(key + 1) % NUM_NOISE_ROWS]
+        base = self._own[key % NUM_NOISE_ROWS] + (ease - self._places)
+        if masked != self._whole:
+            base[[not masked >> position & 1 for position in range(len(base))]] = NEVER
+        noise_row = (key + KEYS_PER_STEP * steps_in_block) % NUM_NOISE_ROWS
+        return UnmaskingBlock(self, base, masked, noise_row, threshold)
 
-    def courses(self, at: UnmaskingBlock) -> tuple[Courses, int]:
-        """Its course from there on, and its place among those that come with it."""
-        if at.steps or at.masked != self._whole:
-            bits = [at.masked >> position & 1 for position in range(self.calibration.block_length)]
-            return self._decode([(at.request, at.block)], np.array([bits], bool), at.steps, at.threshold), 0
-        # Neighbours in number arrive together; they all need it at the highest threshold, few at a lower one.
-        num_requests = REQUESTS_AHEAD if at.threshold == self.calibration.thresholds[0] else 1
-        first_request, first_block = (
-            at.request - at.request % num_requests,
-            at.block - at.block % BLOCKS_AHEAD,
-        )
-        key = first_request, first_block, at.threshold
-        if key not in self._ahead:
-            pairs = [
-                (first_request + i, first_block + j) for i in range(num_requests) for j in range(BLOCKS_AHEAD)
-            ]
-            masked = np.ones((len(pairs), self.calibration.block_length), bool)
-            self._ahead[key] = self._decode(pairs, masked, 0, at.threshold)
-            if len(self._ahead) > MAX_GROUPS:
-                self._ahead.popitem(last=False)
-        return self._ahead[key], (at.request - first_request) * BLOCKS_AHEAD + at.block - first_block
-
-    def _decode(
-        self, pairs: list[tuple[int, int]], masked: np.ndarray, steps: int, threshold: float
-    ) -> Courses:
-        """`pairs`: (request, block); `masked`: bool [pairs, block_length]; `steps`: all of them have made so many."""
-        cut, keys = self._cut(threshold), np.array([_mix(request, block) for request, block in pairs])
-        base = np.where(masked, self._scores(pairs, keys), np.float32(NEVER))
-        keys += KEYS_PER_STEP * steps
-        live = np.arange(len(pairs))
-        positions, passed, nums = [], [], []
-        while len(live):
-            score, num_masked = self._scores_now(base, keys)
-            chosen = score >= cut
-            chosen[np.arange(len(live)), score.argmax(1)] = True
-            positions.append(chosen.nonzero()[1])
-            passed.append(score[chosen])
-            num_chosen = chosen.sum(1)
-            nums.append(np.bincount(live, num_chosen, minlength=len(pairs)))
-            base[chosen] = NEVER
-            keys += KEYS_PER_STEP
-            left = num_masked > num_chosen
-            if not left.all():
-                live, base, keys = live[left], base[left], keys[left]
-        logits = np.interp(np.concatenate(passed), self._knots, self._logits)
-        ends = np.cumsum(np.concatenate(nums)).astype(int).tolist()
+    def step(self, blocks: Sequence[UnmaskingBlock]) -> list[tuple[list[int], list[float]]]:
+        """Of each block: positions in it that this step unmasks, ascending, and their confidences."""
+        shifts = [self._shifts[(left := block.masked).bit_count()][_first(left)] for block in blocks]
+        base = np.concatenate([block.base for block in blocks]).reshape(len(blocks), -1)
+        score = base + self._fresh[[block.noise_row for block in blocks]]
+        score += np.array(shifts, np.float32)[:, None]
+        chosen = score >= np.array([block.cut for block in blocks], np.float32)[:, None]
+        chosen[np.arange(len(blocks)), score.argmax(1)] = True
+        base[chosen] = NEVER
+        positions = chosen.nonzero()[1].tolist()
+        logits = np.interp(score[chosen], self._knots, self._logits)
         confidences = (1 / (1 + np.exp(-logits))).tolist()
-        return Courses(len(pairs), np.concatenate(positions).tolist(), confidences, [0, *ends])
+        steps, start = [], 0
+        for block, row, num in zip(blocks, base, chosen.sum(1).tolist(), strict=True):
+            end = start + num
+            unmasked, left = positions[start:end], block.masked
+            for position in unmasked:
+                left ^= 1 << position
+            block.masked, block.base = left, row
+            block.noise_row = (block.noise_row + KEYS_PER_STEP) % NUM_NOISE_ROWS
+            steps.append((unmasked, confidences[start:end]))
+            start = end
+        return steps
 
-    def _scores(self, pairs: list[tuple[int, int]], keys: np.ndarray) -> np.ndarray:
-        """Without what changes from step to step, float32 [pairs, block_length]."""
-        spread = self.calibration.spread
-        of_requests = [_mix(request) % NUM_NOISE_ROWS for request, _ in pairs]
-        ease = spread.request * self._ease[of_requests]
-        ease = ease + spread.block * self._ease[(keys + 1) % NUM_NOISE_ROWS]
-        return self._own[keys % NUM_NOISE_ROWS] + (ease[:, None] - self._places)
+    def cut(self, threshold: float) -> float:
+        """The score from which on the confidence is `threshold`; infinite for 1."""
+        if threshold not in self._cuts:
+            logit = np.log(threshold / (1 - threshold)) if threshold < 1 else np.inf
+            self._cuts[threshold] = float(np.interp(logit, self._logits, self._knots, right=np.inf))
+        return self._cuts[threshold]
 
-    def _scores_now(self, base: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Scores of a step, and the masks of each block before it."""
-        masked = base > NEVER / 2
-        num_masked = masked.sum(1)
-        shift = self._context[num_masked] + self._places[masked.argmax(1)]
-        return base + self._fresh[keys % NUM_NOISE_ROWS] + shift[:, None], num_masked
 
-    def _cut(self, threshold: float) -> np.float32:
-        logit = np.log(threshold / (1 - threshold)) if threshold < 1 else np.inf
-        return np.float32(np.interp(logit, self._logits, self._knots, right=np.inf))
+def _first(masked: int) -> int:
+    return (masked & -masked).bit_length() - 1
 
 
 def fit(tokens_per_step: dict[float, float], block_length: int, spread: Spread = Spread()) -> Calibration:

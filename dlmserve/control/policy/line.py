@@ -53,6 +53,8 @@ class Line:
 
     def _order(self, now: float, view: View, outlook: Outlook, step_s: np.ndarray) -> np.ndarray:
         rows = outlook.rows
+        if len(rows) == 1:
+            return np.zeros(1, dtype=np.intp)
         keys = [rows["number"]]
         if self._least_slack:
             at = np.arange(len(rows))

@@ -5,6 +5,7 @@ reported. Knows nothing of instances, queues, sockets or texts (tokens only).
 """
 
 import itertools
+from array import array
 from dataclasses import dataclass, field
 from math import nan
 from typing import Literal, Protocol
@@ -112,7 +113,7 @@ class RequestState:
     block: int = 0  # the one its next step works on
     masks_in_block: int = field(init=False)  # left in that block
     answer_end: int = field(init=False)  # column of the first end token so far, or where the answer is cut
-    confidences: list[float] = field(default_factory=list)  # of its unmasked tokens, in any order
+    confidences: array = field(default_factory=lambda: array("d"))  # of its unmasked tokens, in any order
     masked_confidences: list[float] = field(default_factory=list)  # of masked positions, at its last step
     hidden: tuple[float, float] = NOT_READ  # as of now, from what was read at its last recompute step
     cache_lost: bool = False  # it is inside a block, and no instance holds its K/V
@@ -153,7 +154,6 @@ class RequestState:
 
     def progress(self) -> Progress:
         spec, block_length = self.spec, self.spec.decoding.block_length
-        self.confidences.sort()  # in place: next time nearly all of them are in order
         return Progress(
             self.number,
             self.steps,
@@ -164,7 +164,7 @@ class RequestState:
             block_length,
             spec.output_start,
             self.canvas[spec.output_start : self.answer_end].count(self.mask_id),
-            tuple(sorted(self.confidences + self.masked_confidences)),
+            self.confidences + array("d", self.masked_confidences),
             self.hidden,
         )
 
@@ -183,7 +183,7 @@ class RequestState:
         self.recompute_steps += step.recompute
         self.num_unmasked += num_unmasked
         self._threshold_sum += step.threshold * num_unmasked
-        self.confidences += step.confidences
+        self.confidences.extend(step.confidences)
         self.masked_confidences = step.masked_confidences
         if step.hidden or self.hidden is not NOT_READ:
             self.hidden = step.hidden or (self.hidden[0], max(self.hidden[1] - 1, 0.0))
