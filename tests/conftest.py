@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -11,6 +12,10 @@ from tests import golden_data
 from tests.kernel_backends import backend as backend
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+# How long examples take is no test's business, and the fixtures that they share hold no state.
+IGNORED = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+hypothesis.settings.register_profile("dlmserve", deadline=None, suppress_health_check=IGNORED)
+hypothesis.settings.load_profile("dlmserve")
 
 
 @pytest.fixture(scope="session", autouse=True)

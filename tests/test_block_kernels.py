@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -12,9 +12,7 @@ from dlmserve import kernels
 from dlmserve.kernels import native, reference
 from dlmserve.worker.linear import Linear
 
-PROPERTY = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = settings(max_examples=25)
 
 
 @pytest.fixture(params=[128, 256, 512])

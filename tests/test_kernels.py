@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,9 +26,7 @@ from dlmserve.kernels import (
 from tests.kernel_backends import CPU_BACKENDS, Backend, assert_same, exact, normal
 
 INF, NAN = math.inf, math.nan
-PROPERTY = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = settings(max_examples=20)
 
 
 @pytest.fixture

@@ -269,7 +269,7 @@ class ToyCluster:
     st.integers(1, 400),
     st.sampled_from(sorted(POLICIES)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_request_ends_once_and_every_token_is_delivered_once(
     layout: tuple[int, ...], seed: int, num_events: int, policy: str
 ) -> None:

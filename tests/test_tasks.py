@@ -147,7 +147,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trainer: Trainer, tokenizer, 
         assert step(resumed) == step(trainer)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(threshold=st.sampled_from([0.0, 0.5, 1.0]), dual_cache=st.booleans())
 def test_decoding_fills_every_position(threshold: float, dual_cache: bool) -> None:
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,9 +24,7 @@ from dlmserve.kernels import (
 from tests.kernel_backends import exact
 
 INF, NAN = math.inf, math.nan
-PROPERTY = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = settings(max_examples=20)
 
 
 def requests(lengths: list[int], rules: list[int], values: list[float]) -> tuple[Tensor, Tensor, Tensor]:
