@@ -13,8 +13,7 @@ In the figures: all of this project's Python and numpy; torch's dispatch of ever
 the step's row counts (a GPU's costs about as much, and a launch more); the reports and their encoding; ZeroMQ's send
 to and look at a socket of the same process. Not in them: the driver's own time for a replay, a kernel's launch, an
 event and a copy, which on a GPU are some microseconds each; TP, where the leader sends each step's commands to its
-followers; a head that sends commands. Products of the head are done, with 512 tokens and a width of 64; the stub's
-decision is not counted.
+followers; a head that sends commands. What the stub does in the device's place is not counted.
 """
 
 import argparse
@@ -101,7 +100,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=400, help="of each batch")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # the head's small product must not wait for other threads
+    torch.set_num_threads(1)  # small operators must not wait for other threads
     rows = [measure(batch, args.steps) for batch in args.batches]
     print("\n".join(lines(rows)))
     if args.json:
