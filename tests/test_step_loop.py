@@ -3,7 +3,7 @@
 from typing import Any
 
 from dlmserve.messages import Admit, Decoding, Dissolve, Form, ModelSpec, StepReport
-from dlmserve.worker.engine import StepResult
+from dlmserve.worker.record import StepRecord
 from dlmserve.worker.step_loop import lead
 
 FORM = Form("i", 0, 1, ["ipc:///nowhere"], "", ModelSpec("", "dummy", "auto", 0, []), 64, 4, 8, 8, 1.0)
@@ -37,10 +37,10 @@ class Story:
     def launch(self) -> None:
         self.log.append("launch")
 
-    def finish(self) -> StepResult:
+    def finish(self) -> StepRecord:
         self.log.append("finish")
         self.num_steps_left -= 1
-        return StepResult()
+        return StepRecord()
 
     def check(self) -> None:
         self.log.append("check")
