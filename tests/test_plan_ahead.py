@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from torch import Tensor
 
 from dlmserve.messages import (
@@ -33,9 +34,10 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine(golden_folder: Callable[[str], str]) -> MakeEngine:
-    def make(device: Device | None = None, family: str = "llada", num_pages: int = 14) -> Engine:
+    def make(device: Device | None = None, family: str = "llada", recompute_tokens: int = 0) -> Engine:
         spec = ModelSpec(golden_folder(f"{family}/model_A"), "auto", "float32", MASK, ENDS)
-        form = Form("i", 0, 1, [], "", spec, 64, 4, num_pages, 8, 10.0, attention="varlen")
+        form = Form("i", 0, 1, [], "", spec, 64, 4, 14, 8, 10.0, attention="varlen")
+        form = replace(form, recompute_tokens=recompute_tokens)
         return build_on(device or Device(), form, SOLO, with_graphs=isinstance(device, FakeGpu))
 
     return make
@@ -90,7 +92,9 @@ def step_by_step(engine: Engine, story: list[list[Command]]) -> Told:
             engine.apply(command)
         if engine.has_work():
             engine._next = None
-            told.append((engine.step(), engine.num_pages_in_use))
+            engine.launch()
+            engine._next = None  # so that every request is looked at
+            told.append((engine.finish().result(), engine.num_pages_in_use))
             engine.check()
     return told
 
@@ -120,7 +124,7 @@ def test_planned_ahead_and_described_late_is_what_step_by_step_gives(
     kind: type[Device], family: str, make_engine: MakeEngine
 ) -> None:
     ends = set()
-    one, other = make_engine(kind(), family), make_engine(kind(), family)
+    one, other = (make_engine(kind(), family, recompute_tokens=50) for _ in range(2))
     for seed in range(4):
         story = [*random_commands(np.random.default_rng(seed), 1000 * seed, 50), *[[]] * 50]
         told = ahead(one, story)
