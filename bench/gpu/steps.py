@@ -70,8 +70,8 @@ def host_s(engine: Engine) -> tuple[float, float]:
     device, uploaded_at = engine._runner.device, list[float]()
     upload = device.upload
 
-    def noted_upload(host: Tensor, on_device: Tensor) -> None:
-        upload(host, on_device)
+    def noted_upload(host: Tensor, device: Tensor) -> None:
+        upload(host, device)
         uploaded_at.append(time.perf_counter())
 
     engine.launch()
