@@ -1,6 +1,7 @@
 """A request's canvas under any order of unmasking: blocks left to right, each column once, the right end."""
 
-import numpy as np
+from collections.abc import Iterable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +9,24 @@ from dlmserve.messages import Admit, Decoding
 from dlmserve.worker.canvas import Resident
 
 MASK, EOS = 99, 98
+
+
+def unmask(resident: Resident, columns: Iterable[int], token: int) -> str:
+    """A step that does so; whether the request is finished."""
+    part = resident.part()
+    resident.count_step()
+    resident.tokens[list(columns)] = token
+    if token == EOS:
+        resident.see_end_token()
+    stays = (
+        MASK in resident.tokens[resident.part().first : resident.part().end] and not resident.may_end_in_block
+    )
+    finished = resident.settle()
+    if stays:
+        assert not finished and resident.block == part.block, (
+            "the engine does not look at it after such a step"
+        )
+    return finished
 
 
 @given(
@@ -38,15 +57,19 @@ def test_every_column_is_unmasked_once_block_by_block(
     seen: set[int] = set()
     finished, last_block = "", -1
     while not finished:
-        plan = resident.plan()
-        span, columns = plan.span, plan.columns.tolist()
+        part = resident.part()
+        span = part.span
+        columns = [column for column in range(part.first, part.end) if resident.tokens[column] == MASK]
         block_start = prompt + resident.block * block
         assert resident.block >= last_block, "blocks go left to right"
-        assert plan.recompute == (cache == "none" or resident.block != last_block)
+        assert part.begins == (resident.block != last_block) and part.block == resident.block
+        assert part.recompute == (cache == "none" or resident.block != last_block)
         assert columns and not set(columns) & seen
         assert all(block_start <= column < min(block_start + block, prompt + num_masks) for column in columns)
-        assert all(span.start <= row < span.end for row in span.rows), "wanted rows are computed"
-        if plan.recompute:
+        assert all(span.start <= max(0, column - shifted) < span.end for column in columns), (
+            "rows are computed"
+        )
+        if part.recompute:
             assert span.is_whole or (refresh > 1 and span.start == prompt and span.end == len(canvas))
         else:
             assert span.start == block_start
@@ -55,11 +78,11 @@ def test_every_column_is_unmasked_once_block_by_block(
             )
         last_block = resident.block
         picked = (
-            columns if plan.forced else data.draw(st.lists(st.sampled_from(columns), min_size=1, unique=True))
+            columns if part.forced else data.draw(st.lists(st.sampled_from(columns), min_size=1, unique=True))
         )
         seen |= set(picked)
         token = data.draw(st.sampled_from([3, 3, 3, EOS]))
-        finished = resident.unmask(np.array(sorted(picked)), np.full(len(picked), token))
+        finished = unmask(resident, picked, token)
     output = resident.tokens[prompt:limit].tolist()
     before_eos = output[: output.index(EOS)] if EOS in output else output
     if finished == "stop":
@@ -77,7 +100,7 @@ def test_a_fixed_schedule_gives_the_remainder_to_the_first_steps() -> None:
     while True:
         quota = resident.steps_quota
         quotas.append(quota)
-        columns = resident.plan().columns[:quota]
-        if resident.unmask(columns, np.full(quota, 3)):
+        first = resident.tokens.tolist().index(MASK)
+        if unmask(resident, range(first, first + quota), 3):
             break
     assert quotas == [3, 3, 2, 2]

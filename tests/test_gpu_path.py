@@ -202,14 +202,13 @@ def test_a_bucket_holds_its_spans_and_little_more(pairs: list[tuple[int, int]], 
         return
     assert len(pairs) <= bucket.num_spans < max(2 * len(pairs), len(pairs) + 8)
     assert longest <= bucket.span_len <= max(8, 2 * longest)
-    assert max(len(span.tokens) for span in spans) <= bucket.num_pages * page_size
+    assert max(span.num_tokens for span in spans) <= bucket.num_pages * page_size
 
 
 def make_span(length: int, num_tokens: int) -> Span:
     index = np.arange(num_tokens)
     slots = Slots(index, 0, [])
-    tokens = np.zeros(num_tokens, dtype=np.int64)
-    return Span(tokens, num_tokens - length, num_tokens, index[-1:], slots)
+    return Span(0, num_tokens, num_tokens - length, num_tokens, slots)
 
 
 def test_every_count_of_requests_with_usual_blocks_finds_a_captured_bucket() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -204,10 +205,8 @@ def test_alternatives_are_ranked_on_the_device(make_engine: Callable[..., Engine
     engine = make_engine()
     engine.apply(admit(0, num_top=5))
     engine.launch()
-    assert engine._flight is not None
-    (top,) = engine._flight.top
-    assert top.values.device == top.ids.device == torch.device(DEVICE)
-    assert top.values.shape == top.ids.shape == (BLOCK, 5)
+    ((values, ids),) = engine.finish().top
+    assert values.shape == ids.shape == (BLOCK, 5) and values.dtype == np.float32 and ids.dtype == np.int64
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,6 @@ class HostBuffer:
     def numpy(self) -> np.ndarray:
         return self._array
 
-    def split(self, sizes: list[int]) -> tuple[Tensor, ...]:
-        return torch.from_numpy(self._array).split(sizes)
-
 
 class TracedGpu(CudaDevice):
     """Host buffers are real; what comes back is made up: few tokens, tiny confidences, about half unmasked."""

@@ -38,7 +38,10 @@ def _compare(setting: Setting, page_size: int, scattered: bool) -> list[dict]:
         except ConfigError as error:
             rows.append({"name": name, "page_size": page_size, "scattered": scattered, "error": str(error)})
             continue
-        packed = pack(spans, attention.plan)
+        ends = np.cumsum([span.end - span.start for span in spans])
+        packed = pack(
+            spans, np.zeros(length, dtype=np.int64), ends - 1, np.arange(len(ends) + 1), attention.plan
+        )
         index = Staging(make_device(setting.device)).put(packed.arrays)
         shape = (packed.num_tokens, heads, head_dim)
         generator = torch.Generator(setting.device).manual_seed(1)
@@ -82,14 +85,13 @@ def _filled_cache(setting: Setting, heads: int, head_dim: int, page_size: int, n
 
 def _spans(cache: KVCache, count: int, length: int, scattered: bool) -> list[Span]:
     """`scattered`: each canvas has every second page of a run."""
-    tokens = np.zeros(length, dtype=np.int64)
     spans = []
     for request in range(count):
         slots = cache.reserve(request, 2 * length if scattered else length)
         if scattered:
             slots = _every_second_page(cache, slots, length)
-        spans.append(Span(tokens, length - 32, length, np.arange(length - 32, length), slots))
-    spans.append(Span(tokens, 0, length, np.arange(32), None))
+        spans.append(Span(0, length, length - 32, length, slots))
+    spans.append(Span(0, length, 0, length, None))
     return sorted(spans, key=lambda span: span.order)
 
 

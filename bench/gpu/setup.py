@@ -130,9 +130,14 @@ def watch(device: Device, clock: StepClock) -> None:
 
 
 def make_engine(
-    setting: Setting, max_num_seqs: int, max_model_len: int, graphs: bool = True, attention: str = "auto"
+    setting: Setting,
+    max_num_seqs: int,
+    max_model_len: int,
+    graphs: bool = True,
+    attention: str = "auto",
+    device: Device | None = None,
 ) -> tuple[Engine, StepClock]:
-    """LLaDA's shape with random weights. On a CPU the varlen interface stands in for a GPU's."""
+    """LLaDA's shape with random weights, on `device` or the setting's. On a CPU varlen stands in for a GPU's kernel."""
     if attention == "auto" and not setting.on_gpu:
         attention = "varlen"
     dtype = str(setting.dtype).removeprefix("torch.")
@@ -140,19 +145,26 @@ def make_engine(
     num_pages = max_num_seqs * -(-max_model_len // 32)
     limits = (max_model_len, max_num_seqs, num_pages, 32, 60.0)
     form = Form("report", 0, 1, [], "", model, *limits, attention=attention)
-    device, clock = make_device(setting.device), StepClock(setting.on_gpu)
+    device, clock = device or make_device(setting.device), StepClock(setting.on_gpu)
     engine = build_on(device, form, SOLO, with_graphs=graphs)
     watch(device, clock)
     return engine, clock
 
 
 def admit(
-    setting: Setting, request: int, prompt_len: int, output_len: int, block: int, steps: int, cache: str
+    setting: Setting,
+    request: int,
+    prompt_len: int,
+    output_len: int,
+    block: int,
+    value: float,
+    cache: str,
+    rule: str = "steps",
 ) -> Admit:
-    """A request with a random prompt and a fixed schedule of `steps` for each block."""
+    """A request with a random prompt and, unless told otherwise, a fixed schedule of `value` steps for each block."""
     prompt = np.random.default_rng(request).integers(0, setting.config["vocab_size"] - 8, prompt_len).tolist()
     end = prompt_len + output_len
-    decoding = Decoding(block_length=block, cache=cache, rule="steps", value=float(steps), ignore_eos=True)  # type: ignore[arg-type]
+    decoding = Decoding(block_length=block, cache=cache, rule=rule, value=float(value), ignore_eos=True)  # type: ignore[arg-type]
     canvas = prompt + [setting.config["mask_token_id"]] * output_len
     return Admit(request, canvas, prompt_len, end, end, decoding)
 

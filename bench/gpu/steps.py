@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from bench.gpu.setup import Setting, admit, make_engine
 from dlmserve.messages import Cancel
@@ -44,7 +45,7 @@ def measure(setting: Setting) -> dict:
             walls.append(time.perf_counter() - began_at)
             assert abs(result.num_tokens - num_tokens) <= num_tokens // WHOLE
         step_s, busy_s, idle_s = median(walls), median(clock.busy_s()), median(clock.idle_s())
-        host_s = median(_host_s(engine) for _ in range(setting.size(8, 2))) if setting.on_gpu else None
+        host = [host_s(engine) for _ in range(4)] if setting.on_gpu else []
         rows.append(
             {
                 "tokens": num_tokens,
@@ -52,7 +53,8 @@ def measure(setting: Setting) -> dict:
                 "step_ms": 1e3 * step_s,
                 "device_ms": 1e3 * busy_s,
                 "idle_ms": 1e3 * idle_s,
-                "host_us": None if host_s is None else 1e6 * host_s,
+                "critical_us": 1e6 * median(critical for critical, _ in host) if host else None,
+                "host_us": 1e6 * median(whole for _, whole in host) if host else None,
                 "h100_ms": table[num_tokens],
                 "tflops": 2e-12 * num_tokens * WEIGHTS_PER_TOKEN / busy_s if not setting.small else None,
             }
@@ -61,15 +63,29 @@ def measure(setting: Setting) -> dict:
     return {"details": engine.details, "rows": rows, "hidden_syncs": _hidden_syncs(setting, engine)}
 
 
-def _host_s(engine: Engine) -> float:
-    """What the host does for a step, without its wait."""
-    began_at = time.perf_counter()
+def host_s(engine: Engine) -> tuple[float, float]:
+    """The host's seconds between two steps while the device idles, from an outcome's arrival until the next step's
+    inputs are on their way, and its seconds for a step in all, without its wait. Takes two steps.
+    """
+    device, uploaded_at = engine._runner.device, list[float]()
+    upload = device.upload
+
+    def noted_upload(host: Tensor, device: Tensor) -> None:
+        upload(host, device)
+        uploaded_at.append(time.perf_counter())
+
     engine.launch()
-    launched_at = time.perf_counter()
-    engine._runner.device.wait()
+    device.wait()
+    arrived_at = time.perf_counter()
+    record = engine.finish()
+    device.upload = noted_upload
+    engine.launch()
+    record.result()
     done_at = time.perf_counter()
+    device.upload = upload
+    device.wait()
     engine.finish()
-    return launched_at - began_at + time.perf_counter() - done_at
+    return uploaded_at[0] - arrived_at, done_at - arrived_at
 
 
 def _admit_all(setting: Setting, engine: Engine, num_tokens: int) -> None:
@@ -110,12 +126,12 @@ def _hidden_syncs(setting: Setting, engine: Engine) -> str:
 def lines(result: dict) -> list[str]:
     out = [result["details"], f"hidden waits in launch(): {result['hidden_syncs']}"]
     out.append(
-        f"{'tokens':>7} {'kind':10}{'step ms':>9}{'device':>9}{'idle':>8}{'host us':>9}{'H100':>8}{'ratio':>7}"
-        f"{'TFLOP/s':>9}"
+        f"{'tokens':>7} {'kind':10}{'step ms':>9}{'device':>9}{'idle':>8}{'crit us':>9}{'host us':>9}{'H100':>8}"
+        f"{'ratio':>7}{'TFLOP/s':>9}"
     )
     for row in result["rows"]:
         tflops = f"{row['tflops']:9.0f}" if row["tflops"] else ""
-        host = f"{row['host_us']:9.0f}" if row["host_us"] else f"{'':9}"
+        host = f"{row['critical_us']:9.0f}{row['host_us']:9.0f}" if row["host_us"] else f"{'':18}"
         out.append(
             f"{row['tokens']:7d} {row['kind']:10}{row['step_ms']:9.2f}{row['device_ms']:9.2f}{row['idle_ms']:8.3f}"
             f"{host}{row['h100_ms']:8.1f}{row['h100_ms'] / row['step_ms']:7.2f}{tflops}"

@@ -16,7 +16,7 @@ from dlmserve.errors import KernelsUnavailable
 from dlmserve.kernels import cuda, reference, step, tiled
 from dlmserve.kernels.chunked import logits, rows_at_once
 from dlmserve.kernels.reference import ALL, FACTOR, QUOTA, THRESHOLD, Rows, combine, confidence
-from dlmserve.kernels.step import NUM_PLANES, StepOutcome, pack, pack_whole, unpack
+from dlmserve.kernels.step import NUM_PLANES, StepOutcome, outcome_arrays, pack, pack_whole, unpack
 
 try:
     from dlmserve.kernels import native
@@ -25,8 +25,8 @@ except ImportError as error:
 
 __all__ = [
     "ALL", "FACTOR", "NUM_PLANES", "QUOTA", "THRESHOLD", "Rows", "StepOutcome", "backend_name", "combine", "confidence",
-    "head_rows", "logit_rows", "logits", "pack", "pack_whole", "packed_weight", "rms_norm", "rows_at_once",
-    "sample_rows", "select", "silu_gate", "top2_logits", "unmask_step", "unpack",
+    "head_rows", "logit_rows", "logits", "outcome_arrays", "pack", "pack_whole", "packed_weight", "rms_norm",
+    "rows_at_once", "sample_rows", "select", "silu_gate", "top2_logits", "unmask_step", "unpack",
 ]  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def head_rows(
         return tiled.head_rows(hidden.float(), weight, token_offset, banned, bias, logit_rows)
     chunks = hidden.split(num_chunk_rows(len(weight), memory_bytes))
     parts = [logit_rows(_with_bias(logits(chunk, weight), bias), token_offset, banned) for chunk in chunks]
-    return Rows(*map(torch.cat, zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else Rows(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:

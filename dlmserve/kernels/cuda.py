@@ -7,6 +7,7 @@ device, except `select`, which checks its arguments. Arguments are checked by th
 
 from collections.abc import Sequence
 from ctypes import Structure, c_int, c_int64, c_uint32, c_void_p
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -168,7 +169,7 @@ class CudaKernels:
             f"{kind}_rows_{dtype}",
             (num_rows, num_parts),
             _num_threads(-(-stretch // VECTOR)),
-            (matrix, _banned(banned, token_offset), keys, c_void_p(_pointer(parts))),
+            (matrix, _banned(tuple(banned), token_offset), keys, c_void_p(_pointer(parts))),
         )
         num_threads = _num_threads(num_rows)
         self._launch(
@@ -203,7 +204,7 @@ def _pointer(tensor: Tensor) -> int:
 
 
 def _empty(num_rows: int, device: torch.device) -> Reduced:
-    score, logit, second, lse = torch.empty((4, num_rows), device=device)
+    score, logit, second, lse = torch.empty((4, num_rows), device=device).unbind()
     token = torch.empty(num_rows, dtype=torch.int64, device=device)
     return Reduced(score, Rows(logit, token, lse), second)
 
@@ -213,7 +214,8 @@ def _rows_out(reduced: Reduced) -> RowsOut:
     return RowsOut(*map(_pointer, (reduced.score, rows.logit, reduced.second, rows.token, rows.lse)))
 
 
-def _banned(banned: Sequence[int], token_offset: int) -> Banned:
+@lru_cache(maxsize=64)
+def _banned(banned: tuple[int, ...], token_offset: int) -> Banned:
     ids = sorted({token - token_offset for token in banned})
     if len(ids) > MAX_BANNED:
         raise ValueError(
@@ -228,12 +230,14 @@ def _requests(
     """The structs, and the scratch memory, to be kept until the launch."""
     memory = torch.empty((2, num_rows), dtype=torch.float32, device=offsets.device)
     requests = Requests(_pointer(offsets), _pointer(rule), _pointer(value), num_rows)
-    return requests, Scratch(_pointer(memory[0]), _pointer(memory[1])), memory
+    begin = _pointer(memory)
+    return requests, Scratch(begin, begin + memory.element_size() * num_rows), memory
 
 
 def _outcome(outcome: StepOutcome) -> Outcome:
-    fields = (outcome.token, outcome.confidence, outcome.statistics, outcome.num_left, outcome.unmask)
-    return Outcome(*map(_pointer, fields))
+    memory, begins = _pointer(outcome.memory), outcome.begins
+    fields = ("token", "confidence", "statistics", "num_left", "unmask")
+    return Outcome(*(memory + begins[name] for name in fields))
 
 
 def _check_requests(offsets: Tensor, rule: Tensor, num_rows: int) -> None:

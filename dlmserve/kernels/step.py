@@ -7,6 +7,7 @@ worker keeps them: `canvas` is any flat tensor of token ids.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,33 +62,60 @@ class StepOutcome:
     @property
     def token(self) -> Tensor:
         """i64 [M]: the most probable allowed token, or the drawn one; -1 where a row has none."""
-        return self._field(0, torch.int64, self.num_rows)
+        return self._field("token", torch.int64, self.num_rows)
 
     @property
     def confidence(self) -> Tensor:
         """f32 [M]: the token's softmax probability; NaN where the row's logits are not numbers."""
-        return self._field(8 * self.num_rows, torch.float32, self.num_rows)
+        return self._field("confidence", torch.float32, self.num_rows)
 
     @property
     def statistics(self) -> Tensor:
         """f32 [R, 5]: STATISTICS of each request's confidences; NaN where one is NaN or there are no rows."""
         size = self.num_requests * len(STATISTICS)
-        return self._field(12 * self.num_rows, torch.float32, size).view(-1, len(STATISTICS))
+        return self._field("statistics", torch.float32, size).view(-1, len(STATISTICS))
 
     @property
     def num_left(self) -> Tensor:
         """i32 [R]: how many of each request's rows stay masked."""
-        begin = 12 * self.num_rows + 4 * len(STATISTICS) * self.num_requests
-        return self._field(begin, torch.int32, self.num_requests)
+        return self._field("num_left", torch.int32, self.num_requests)
 
     @property
     def unmask(self) -> Tensor:
         """bool [M]: whether the row's token was written to the canvas."""
-        begin = 12 * self.num_rows + (4 + 4 * len(STATISTICS)) * self.num_requests
-        return self._field(begin, torch.bool, self.num_rows)
+        return self._field("unmask", torch.bool, self.num_rows)
 
-    def _field(self, begin: int, dtype: torch.dtype, length: int) -> Tensor:
+    @property
+    def begins(self) -> dict[str, int]:
+        """The byte of `memory` that each field begins at."""
+        return _begins(self.num_rows, self.num_requests)
+
+    def _field(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
+        begin = self.begins[name]
         return self.memory[begin : begin + length * dtype.itemsize].view(dtype)
+
+
+def _begins(num_rows: int, num_requests: int) -> dict[str, int]:
+    left = 12 * num_rows + 4 * len(STATISTICS) * num_requests
+    return {
+        "token": 0,
+        "confidence": 8 * num_rows,
+        "statistics": 12 * num_rows,
+        "num_left": left,
+        "unmask": left + 4 * num_requests,
+    }
+
+
+def outcome_arrays(
+    memory: np.ndarray, num_rows: int, num_requests: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """token, confidence and unmask of a StepOutcome whose memory is a host's array."""
+    begins = _begins(num_rows, num_requests)
+    return (
+        memory[: 8 * num_rows].view(np.int64),
+        memory[begins["confidence"] : begins["statistics"]].view(np.float32),
+        memory[begins["unmask"] :].view(np.bool_),
+    )
 
 
 def unmask_step(

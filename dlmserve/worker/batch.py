@@ -1,11 +1,11 @@
 """One packed batch: the spans of all requests that take part in a step, laid end to end.
 
-Built from numbers only (tokens, columns, slots); knows nothing of requests, models or decoding rules.
+Built from numbers only (canvases, columns, slots); knows nothing of requests, models or decoding rules.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -13,23 +13,22 @@ from torch import Tensor
 from dlmserve.worker.kv_cache import Slots
 
 
-@dataclass(frozen=True)
-class Span:
-    """The part of one canvas that a step computes: columns start .. end - 1 of `tokens` (the whole canvas).
+class Span(NamedTuple):
+    """The part of one canvas that a step computes: columns start .. end - 1 of its `num_tokens`.
 
-    `rows` are the columns whose hidden states are wanted, in ascending order. Without `slots` nothing is cached
-    (then the span is the whole canvas and attends to itself).
+    The canvas begins at `place` of a flat array that holds all of them. Without `slots` nothing is cached (then the
+    span is the whole canvas and attends to itself).
     """
 
-    tokens: np.ndarray
+    place: int
+    num_tokens: int
     start: int
     end: int
-    rows: np.ndarray
     slots: Slots | None
 
     @property
     def is_whole(self) -> bool:
-        return self.start == 0 and self.end == len(self.tokens)
+        return self.start == 0 and self.end == self.num_tokens
 
     @property
     def order(self) -> int:
@@ -78,31 +77,46 @@ class Batch:
     index: dict[str, Tensor]  # the plan's arrays
 
 
-def pack(spans: list[Span], plan: Callable[[list[Segment]], Any]) -> Packed:
-    """Spans end to end; they come in ascending `order`."""
-    lengths = [span.end - span.start for span in spans]
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    row_starts = np.concatenate(([0], np.cumsum([len(span.rows) for span in spans])))
+def starts_of(spans: list[Span]) -> np.ndarray:
+    """[N]: the first packed token of each span, where they lie end to end."""
+    lengths = np.array([span.end - span.start for span in spans])
+    return lengths.cumsum() - lengths
+
+
+def pack(
+    spans: list[Span],
+    canvases: np.ndarray,
+    rows: np.ndarray,
+    offsets: np.ndarray,
+    plan: Callable[[list[Segment]], Any],
+) -> Packed:
+    """Spans end to end; they come in ascending `order`.
+
+    canvases: the flat array. rows [M]: the packed tokens whose hidden states are wanted, in ascending order; those of
+    span i are rows[offsets[i]] .. rows[offsets[i + 1] - 1].
+    """
+    starts = [*starts_of(spans).tolist(), sum(span.end - span.start for span in spans)]
+    row_starts = offsets.tolist()
     segments = [
         Segment(
-            int(starts[i]),
-            int(starts[i + 1]),
-            int(row_starts[i]),
-            int(row_starts[i + 1]),
+            starts[i],
+            starts[i + 1],
+            row_starts[i],
+            row_starts[i + 1],
             None if span.is_whole else span.slots,
         )
         for i, span in enumerate(spans)
     ]
     attention = plan(segments)
     arrays = {
-        "tokens": np.concatenate([span.tokens[span.start : span.end] for span in spans]),
-        "positions": np.concatenate([np.arange(span.start, span.end) for span in spans]),
-        "rows": np.concatenate([span.rows - span.start + starts[i] for i, span in enumerate(spans)]),
+        "tokens": np.concatenate([canvases[s.place + s.start : s.place + s.end] for s in spans]),
+        "positions": np.concatenate([np.arange(s.start, s.end) for s in spans]),
+        "rows": rows,
     }
-    return Packed(int(starts[-1]), attention, arrays | _stores(spans, starts) | attention.arrays)
+    return Packed(starts[-1], attention, arrays | _stores(spans, starts) | attention.arrays)
 
 
-def _stores(spans: list[Span], starts: np.ndarray) -> dict[str, np.ndarray]:
+def _stores(spans: list[Span], starts: list[int]) -> dict[str, np.ndarray]:
     kept = [(i, span.slots.index[span.start : span.end]) for i, span in enumerate(spans) if span.slots]
     if not kept:
         return {}

@@ -4,8 +4,7 @@ Numbers only: knows nothing of the model, of K/V tensors or of how confidences c
 to right; a block's first step is a recompute step, the later ones are cache steps (`none`: all recompute).
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,15 +16,48 @@ from dlmserve.worker.kv_cache import Slots
 Finished = Literal["", "stop", "length"]
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """One request's part in a step. `columns` may be unmasked; `forced`: all of them are, whatever the rule."""
+class Part(NamedTuple):
+    """One request's part in a step: its span, and the columns `first` .. `end` - 1, of which the masked ones may be
+    unmasked; `forced`: all of them are, whatever the rule. `begins`: it is the first step of block number `block`.
+    """
 
     resident: "Resident"
     span: Span
-    columns: np.ndarray
+    first: int
+    end: int
     forced: bool
     recompute: bool
+    begins: bool
+    block: int
+
+
+class Canvases:
+    """The canvases of an engine's residents in one array: one operation reads or writes those of a batch."""
+
+    def __init__(self, max_len: int) -> None:
+        self._max_len = max_len
+        self.flat = np.zeros(8 * max_len, dtype=np.int64)  # what no canvas has covered yet is a token, too
+        self._held: dict[int, Resident] = {}  # by place
+
+    def add(self, resident: "Resident") -> None:
+        """Its `tokens`, at most `max_len`, are part of `flat` from here on, from `place` on."""
+        place = next((i for i in range(0, len(self.flat), self._max_len) if i not in self._held), None)
+        if place is None:
+            place = len(self.flat)
+            self.flat = np.concatenate((self.flat, np.zeros_like(self.flat)))
+            for each in self._held.values():
+                self._let_in(each)
+        resident.place = place
+        self._held[place] = resident
+        self._let_in(resident)
+
+    def remove(self, resident: "Resident") -> None:
+        del self._held[resident.place]
+
+    def _let_in(self, resident: "Resident") -> None:
+        mine = self.flat[resident.place : resident.place + len(resident.tokens)]
+        mine[:] = resident.tokens
+        resident.tokens = mine
 
 
 class Resident:
@@ -37,6 +69,7 @@ class Resident:
         self.threshold = admit.decoding.value
         self.refresh_blocks = admit.decoding.refresh_blocks
         self.tokens = np.array(admit.canvas, dtype=np.int64)
+        self.place = 0  # see Canvases
         self.steps_done = admit.steps_done
         self.steps_in_block = admit.steps_in_block
         self.slots: Slots | None = None
@@ -46,6 +79,7 @@ class Resident:
         self._mask_id, self._shifted = mask_id, shifted
         self._eos_ids = frozenset() if admit.decoding.ignore_eos else eos_ids
         self._prefix_end = admit.output_start  # no mask before it
+        self.has_end_token = bool(self._eos_ids.intersection(admit.canvas[admit.output_start :]))
         self._cache_is_whole = False  # the cache holds the whole canvas, from some earlier block on
         self.needs_recompute = True  # at a block's start: it could leave at no cost
         self._block_start = admit.output_start
@@ -69,22 +103,23 @@ class Resident:
     def _block_end(self) -> int:
         return min(self._block_start + self.decoding.block_length, self._output_end)
 
-    def plan(self) -> StepPlan:
+    @property
+    def may_end_in_block(self) -> bool:
+        """Its answer may be complete while its block has masks left: after an end token, or before a block's end."""
+        return self.has_end_token or self._limit < self._block_end
+
+    def part(self) -> Part:
         """What the next step computes and may unmask.
 
         With shifted logits the block's first column can only be predicted by a recompute step, which then reveals
         it alone, whatever its confidence.
         """
-        forced = self._shifted and self.needs_recompute and self.tokens[self._block_start] == self._mask_id
-        if forced:
-            columns = np.array([self._block_start])
-        else:
-            masked = self.tokens[self._block_start : self._block_end] == self._mask_id
-            columns = np.flatnonzero(masked) + self._block_start
-        rows = np.maximum(columns - 1, 0) if self._shifted else columns
-        start, end = self._columns()
+        first, last = self._block_start, self._block_end
+        forced = bool(self._shifted and self.needs_recompute and self.tokens[first] == self._mask_id)
+        span = Span(self.place, len(self.tokens), *self._columns(), self.slots)
         recompute = self.needs_recompute or self.decoding.cache == "none"
-        return StepPlan(self, Span(self.tokens, start, end, rows, self.slots), columns, forced, recompute)
+        end = first + 1 if forced else last
+        return Part(self, span, first, end, forced, recompute, self.needs_recompute, self.block)
 
     def _columns(self) -> tuple[int, int]:
         length, cache = len(self.tokens), self.decoding.cache
@@ -95,13 +130,22 @@ class Resident:
             return (0, length) if refresh_all or not self._cache_is_whole else (self._output_start, length)
         return self._block_start, length if cache == "prefix" else self._block_end
 
-    def unmask(self, positions: np.ndarray, tokens: np.ndarray) -> Finished:
-        """Applies one step and moves on; says whether the request is finished, and why."""
-        self.tokens[positions] = tokens
+    def count_step(self) -> None:
+        """A step in which it takes part has begun. Until `settle` says otherwise it stays in its block."""
         self.steps_done += 1
         self.steps_in_block += 1
         self.needs_recompute = False
         self._cache_is_whole = True
+
+    def see_end_token(self) -> None:
+        """One was unmasked."""
+        self.has_end_token = bool(self._eos_ids)
+
+    def settle(self) -> Finished:
+        """Looks at what is unmasked now and moves on; says whether the request is finished, and why.
+
+        Changes nothing while its block has masks left, unless `may_end_in_block`.
+        """
         finished = self._scan_prefix()
         if not finished:
             self._move_to_masked_block()

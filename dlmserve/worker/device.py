@@ -4,8 +4,8 @@
 queued at once and runs beside the host. The engine is written once, for both. Knows nothing of models or requests.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import numpy as np
 import torch
@@ -15,12 +15,21 @@ from dlmserve.errors import DeviceLost, OutOfMemory
 
 Wait = Callable[[], list[np.ndarray]]
 _ALIGNMENT = 16  # bytes; the widest load of a kernel
+_WINDOW = (
+    4096  # bytes; copies end at multiples of it, so that there are few different ones to make tensors for
+)
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
+}
+_NUMPY_DTYPES = {
+    torch.uint8: np.uint8,
+    torch.int64: np.int64,
+    torch.float32: np.float32,
+    torch.bool: np.bool_,
 }
 
 
@@ -60,26 +69,38 @@ class Device:
         work()
         return 0
 
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        """Raises OutOfMemory or DeviceLost for torch's errors of the device."""
-        try:
-            yield
-        except RuntimeError as error:
-            # A graph's capture that fails raises once more at its end, and hides why.
-            for seen in (error, error.__context__):
-                if seen is not None and _is_out_of_memory(seen):
-                    raise OutOfMemory(
-                        f"{self.name} ran out of memory: {_first_line(seen)}; lower --memory-fraction or "
-                        "--max-num-seqs, or use a higher TP degree"
-                    ) from error
-            text = _first_line(error)
-            if "CUDA error" in text or "cuDNN error" in text:
-                raise DeviceLost(
-                    f"{self.name} is lost: {text}; its process starts again, and if that does not help, look at "
-                    "what nvidia-smi and dmesg say of it"
+    def named_errors(self) -> "NamedErrors":
+        """A context that raises OutOfMemory or DeviceLost for torch's errors of the device."""
+        return NamedErrors(self.name)
+
+
+class NamedErrors:
+    """See Device.named_errors. A class, as a generator takes three times as long to go through."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        # A graph's capture that fails raises once more at its end, and hides why.
+        for seen in (error, error.__context__):
+            if seen is not None and _is_out_of_memory(seen):
+                raise OutOfMemory(
+                    f"{self._device} ran out of memory: {_first_line(seen)}; lower --memory-fraction or "
+                    "--max-num-seqs, or use a higher TP degree"
                 ) from error
-            raise
+        text = _first_line(error)
+        if "CUDA error" in text or "cuDNN error" in text:
+            raise DeviceLost(
+                f"{self._device} is lost: {text}; its process starts again, and if that does not help, look at "
+                "what nvidia-smi and dmesg say of it"
+            ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -98,7 +119,7 @@ class CudaDevice(Device):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._host_out = self._pinned(1 << 16)
+        self._make_host_out(1 << 16)
         self._graph_pool = self._side = None
 
     def buffers(self, num_bytes: int) -> tuple[Tensor, Tensor]:
@@ -109,18 +130,16 @@ class CudaDevice(Device):
 
     def start(self, work: Callable[[], list[Tensor]]) -> Wait:
         tensors = work()
-        packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        packed = _packed(tensors)
         if len(packed) > len(self._host_out):
-            self._host_out = self._pinned(2 * len(packed))
-        arrived = self._host_out[: len(packed)]
-        self._download(packed, arrived)
+            self._make_host_out(2 * len(packed))
+        self._download(packed, self._host_out[: len(packed)])
+        arrived = self._arrived[: len(packed)]
         synchronise = self._mark()
 
         def wait() -> list[np.ndarray]:
             synchronise()
-            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-            parts = zip(arrived.split(sizes), tensors, strict=True)
-            return [part.clone().view(tensor.dtype).view(tensor.shape).numpy() for part, tensor in parts]
+            return _unpacked(arrived.copy(), tensors)  # the next step's may arrive soon
 
         return wait
 
@@ -161,6 +180,10 @@ class CudaDevice(Device):
         work()
         return torch.cuda.max_memory_allocated(self.name) - before
 
+    def _make_host_out(self, num_bytes: int) -> None:
+        self._host_out = self._pinned(num_bytes)
+        self._arrived = self._host_out.numpy()
+
     def _pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
@@ -172,6 +195,24 @@ class CudaDevice(Device):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.name))
         return event.synchronize
+
+
+def _packed(tensors: list[Tensor]) -> Tensor:
+    """Their bytes, one after the other: without a copy where there is one tensor of bytes only."""
+    if len(tensors) == 1 and tensors[0].dtype == torch.uint8 and tensors[0].ndim == 1:
+        return tensors[0]
+    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+def _unpacked(raw: np.ndarray, tensors: list[Tensor]) -> list[np.ndarray]:
+    """Arrays of the tensors' dtypes and shapes, which need not be aligned."""
+    arrays, begin = [], 0
+    for tensor in tensors:
+        end = begin + tensor.nbytes
+        array = raw[begin:end].view(_NUMPY_DTYPES[tensor.dtype])
+        arrays.append(array if tensor.ndim == 1 else array.reshape(tensor.shape))
+        begin = end
+    return arrays
 
 
 def make_device(name: str) -> Device:
@@ -191,30 +232,49 @@ class Staging:
 
     def _make_buffers(self, num_bytes: int) -> None:
         self._host, self._on_device = self._device.buffers(num_bytes)
-        self._bytes = self._host.numpy()
+        self._bytes = self._host.numpy().data
+        self._end = 0
+        self._windows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def put(self, arrays: dict[str, np.ndarray], wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Tensors of the `wanted` names (all of them), in the arrays' dtypes and shapes.
+    def put(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        """Tensors in the arrays' dtypes and shapes, valid until the next call."""
+        places = self.write(arrays)
+        self.upload()
+        return self.tensors(places, arrays)
 
-        They are valid until the next call; a tensor's address follows from the sizes of the arrays before it.
+    def write(self, arrays: dict[str, np.ndarray], begin: int = 0) -> dict[str, int]:
+        """Writes the arrays one after the other from the byte `begin` on, where something else ends, or 0.
+
+        Gives the byte that each begins at, which follows from the sizes of those before it. A buffer that grows does so
+        at 0 only.
         """
-        places, end = {}, 0
+        places, end = {}, begin
         for name, array in arrays.items():
             places[name] = end
             end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         if end > len(self._bytes):
-            if not self._grows:
+            if not self._grows or begin:
                 raise ValueError(
                     f"{end} bytes to stage; wanted at most {len(self._bytes)}: enlarge the buffer"
                 )
             self._make_buffers(2 * end)
         for name, array in arrays.items():
-            place = self._bytes[places[name] : places[name] + array.nbytes]
-            place.view(array.dtype)[:] = array.reshape(-1)
-        self._device.upload(self._host[:end], self._on_device[:end])
-        return {
-            name: self._on_device[places[name] : places[name] + arrays[name].nbytes]
-            .view(_TORCH_DTYPES[arrays[name].dtype])
-            .view(arrays[name].shape)
-            for name in (arrays if wanted is None else wanted)
-        }
+            self._bytes[places[name] : places[name] + array.nbytes] = array.tobytes()
+        self._end = end
+        return places
+
+    def upload(self, begin: int = 0) -> None:
+        """Starts the copy of what was written: from the byte `begin` to the last `write`'s end, and a little more."""
+        part = begin, min(-(-self._end // _WINDOW) * _WINDOW, len(self._bytes))
+        if part not in self._windows:
+            self._windows[part] = self._host[slice(*part)], self._on_device[slice(*part)]
+        self._device.upload(*self._windows[part])
+
+    def tensors(self, places: dict[str, int], arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        """The arrays on the device; `places` has them, as `write` gave it."""
+        tensors = {}
+        for name, array in arrays.items():
+            part = self._on_device[places[name] : places[name] + array.nbytes]
+            flat = part.view(_TORCH_DTYPES[array.dtype])
+            tensors[name] = flat if array.ndim == 1 else flat.view(array.shape)
+        return tensors

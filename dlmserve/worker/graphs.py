@@ -6,8 +6,10 @@ Owns the buckets and their buffers; knows nothing of how a capture is done (devi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dlmserve.worker.batch import Batch, Span
@@ -41,7 +43,7 @@ def bucket_of(spans: list[Span], page_size: int) -> Bucket | None:
     if any(span.slots is None or span.is_whole for span in spans):
         return None
     longest = max(span.end - span.start for span in spans)
-    num_tokens = max(len(span.tokens) for span in spans)
+    num_tokens = max(span.num_tokens for span in spans)
     bucket = Bucket(_num_spans(len(spans)), _span_len(longest), _num_pages(num_tokens, page_size))
     return bucket if bucket.span_len <= MAX_SPAN and bucket.num_tokens <= MAX_TOKENS else None
 
@@ -90,8 +92,24 @@ class Graphs:
 
     def get(self, bucket: Bucket) -> "Graph":
         if bucket not in self._graphs:
-            self._graphs[bucket] = Graph(bucket, self._model, self._cache, self._device)
+            with torch.inference_mode():
+                self._graphs[bucket] = Graph(bucket, self._model, self._cache, self._device)
         return self._graphs[bucket]
+
+
+@dataclass(frozen=True, eq=False)
+class Seats:
+    """The place of some spans in a bucket: what stays the same while they do.
+
+    starts [N]: the token of the rectangle that each begins at. places [T]: where each token of the rectangle is in the
+    flat array of canvases; what pads it takes some token. plan: the attention's. arrays: all that the graph reads
+    beside the tokens.
+    """
+
+    starts: np.ndarray
+    places: np.ndarray
+    plan: Any
+    arrays: dict[str, np.ndarray]
 
 
 class Graph:
@@ -99,67 +117,62 @@ class Graph:
 
     def __init__(self, bucket: Bucket, model: Decoder, cache: KVCache, device: Device) -> None:
         self._bucket, self._attention, self._cache = bucket, model.attention, cache
-        self._members: list[tuple] = []
+        empty = self.seat([])
+        assert empty is not None, "an attention that fits graphs reaches the scratch page"
+        self._seats = empty  # those whose arrays are on the device
         size = bucket.num_tokens
-        self._arrays = {
-            "tokens": np.zeros(size, dtype=np.int64),
-            "positions": np.zeros(size, dtype=np.int64),
-            "store_slots": np.full(size, cache.scratch.index[0]),
-        }
-        plan = self._plan([])
-        assert plan is not None, "an attention that fits graphs reaches the scratch page"
-        self._arrays |= plan.arrays
-        num_bytes = sum(array.nbytes for array in self._arrays.values())
+        arrays = empty.arrays | {"tokens": np.zeros(size, dtype=np.int64)}
+        num_bytes = sum(array.nbytes for array in arrays.values())
         self._staging = Staging(device, num_bytes + EXTRA_ROW_BYTES * size + EXTRA_BYTES, grows=False)
-        tensors = self._staging.put(self._arrays)
-        self._tokens = tensors["tokens"]
+        places = self._staging.write(arrays)
+        self._staging.upload()
+        tensors = self._staging.tensors(places, arrays)
+        self._tokens, self._seats_end = tensors["tokens"], places["tokens"]
         batch = Batch(
             tokens=self._tokens,
             positions=tensors["positions"],
             rows=None,
             store_slots=tensors["store_slots"],
             store_from=None,
-            plan=plan,
-            index={name: tensors[name] for name in plan.arrays},
+            plan=empty.plan,
+            index={name: tensors[name] for name in empty.plan.arrays},
         )
         self._replay = device.capture(lambda: model.forward(batch, cache))
 
-    def run(self, spans: list[Span], more: dict[str, np.ndarray]) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Hidden states [M, d] of the spans' rows; `more` on the device, and the padded batch's tokens and rows.
-
-        None where the attention would have to copy some request's keys: lengths of copies cannot be captured.
-        """
-        if not self._place(spans):
-            return None
-        tokens = self._arrays["tokens"].reshape(self._bucket.num_spans, -1)
-        for row, span in zip(tokens, spans, strict=False):
-            row[: span.end - span.start] = span.tokens[span.start : span.end]
-        span_len = self._bucket.span_len
-        rows = np.concatenate([span.rows - span.start + i * span_len for i, span in enumerate(spans)])
-        wanted = {"rows": rows, **more}
-        tensors = self._staging.put(self._arrays | wanted, wanted)
-        return self._replay()[tensors["rows"]], tensors | {"tokens": self._tokens}
-
-    def _place(self, spans: list[Span]) -> bool:
-        """Where the tokens are; nothing to do while the same requests stay in the same blocks."""
-        members = [(span.slots, span.start, span.end) for span in spans if span.slots]
-        if members == self._members:
-            return True
-        plan = self._plan(spans)
-        if plan is None:
-            return False
-        self._members = members
-        self._arrays |= plan.arrays
-        shape = (self._bucket.num_spans, -1)
-        positions = self._arrays["positions"].reshape(shape)
-        stores = self._arrays["store_slots"].reshape(shape)
-        positions[:], stores[:] = 0, self._cache.scratch.index[0]
-        for i, (slots, start, end) in enumerate(members):
-            positions[i, : end - start] = np.arange(start, end)
-            stores[i, : end - start] = slots.index[start:end]
-        return True
-
-    def _plan(self, spans: list[Span]):  # noqa: ANN202  (the attention's own)
+    def seat(self, spans: list[Span]) -> Seats | None:
+        """None where the attention would have to copy some request's keys: lengths of copies cannot be captured."""
         slots = [span.slots for span in spans if span.slots is not None]
         slots += [self._cache.scratch] * (self._bucket.num_spans - len(slots))
-        return self._attention.plan_rectangle(slots, self._bucket.span_len, self._bucket.num_pages)
+        plan = self._attention.plan_rectangle(slots, self._bucket.span_len, self._bucket.num_pages)
+        if plan is None:
+            return None
+        shape = (self._bucket.num_spans, self._bucket.span_len)
+        positions, places = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        stores = np.full(shape, self._cache.scratch.index[0])
+        for i, span in enumerate(spans):
+            assert span.slots is not None, "a bucket has spans that read the cache"
+            length = span.end - span.start
+            positions[i, :length] = np.arange(span.start, span.end)
+            stores[i, :length] = span.slots.index[span.start : span.end]
+            places[i, :length] = positions[i, :length] + span.place
+        starts = np.arange(len(spans)) * self._bucket.span_len
+        arrays = {"positions": positions.reshape(-1), "store_slots": stores.reshape(-1)}
+        return Seats(starts, places.reshape(-1), plan, arrays | plan.arrays)
+
+    def run(
+        self, seats: Seats, canvases: np.ndarray, rows: np.ndarray, more: dict[str, np.ndarray]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Hidden states of `rows`, tokens of the rectangle; `more` on the device, and the rectangle's tokens and rows.
+
+        The device waits until the replay is queued: what can wait comes after it.
+        """
+        begin = self._seats_end
+        if seats is not self._seats:
+            self._staging.write(seats.arrays)
+            self._seats, begin = seats, 0
+        wanted = {"rows": rows, **more}
+        places = self._staging.write({"tokens": canvases[seats.places], **wanted}, self._seats_end)
+        self._staging.upload(begin)
+        hidden = self._replay()
+        tensors = self._staging.tensors(places, wanted)
+        return hidden[tensors["rows"]], tensors | {"tokens": self._tokens}

@@ -8,7 +8,7 @@ state; here blocks and steps take the place of tokens.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dlmserve.errors import ConfigError
-from dlmserve.worker.canvas import StepPlan
 
 log = logging.getLogger("dlmserve.rank")
 
@@ -29,13 +28,12 @@ HiddenOutlook = tuple[
 HiddenReader = Callable[[Tensor], Tensor]  # pooled f32 [n, 2d] -> outlooks f32 [n, 2]
 
 
-def pool_recomputed(hidden: Tensor, plans: list[StepPlan]) -> Tensor:
+def pool_recomputed(hidden: Tensor, lengths: Sequence[int], recomputes: Sequence[bool]) -> Tensor:
     """f32 [n, 2d] of the n requests at a recompute step: mean over its rows, and the first row.
 
-    `hidden` [M, d]: a step's rows, which are the masked positions of each request's block.
+    `hidden` [M, d]: a step's rows, which are the masked positions of each request's block; `lengths`: how many.
     """
-    lengths = [len(plan.columns) for plan in plans]
-    parts = [part for part, plan in zip(hidden.split(lengths), plans, strict=True) if plan.recompute]
+    parts = [part for part, pooled in zip(hidden.split(list(lengths)), recomputes, strict=True) if pooled]
     return torch.stack([torch.cat((part.mean(0), part[0])) for part in parts]).float()
 
 

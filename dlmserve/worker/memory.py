@@ -53,12 +53,14 @@ def page_bytes(form: Form, model: Decoder) -> int:
 
 def _largest_step(form: Form, model: Decoder, device: Device) -> None:
     """As many whole canvases as a step takes, each with a block of rows to draw for in the costliest way."""
-    tokens = np.zeros(form.max_model_len, dtype=np.int64)
-    rows = np.arange(min(32, len(tokens)))
-    count = min(form.max_num_seqs, max(1, MAX_STEP_TOKENS // len(tokens)))
-    spans = [Span(tokens, 0, len(tokens), rows, None)] * count
-    groups = [RowGroup(i * len(rows), (i + 1) * len(rows), rows, 0, _COSTLIEST) for i in range(count)]
-    packed = pack(spans, model.attention.plan)
+    canvas = np.zeros(form.max_model_len, dtype=np.int64)
+    block = np.arange(min(32, len(canvas)))
+    count = min(form.max_num_seqs, max(1, MAX_STEP_TOKENS // len(canvas)))
+    spans = [Span(0, len(canvas), 0, len(canvas), None)] * count
+    rows = (block + np.arange(count)[:, None] * len(canvas)).reshape(-1)
+    offsets = np.arange(count + 1) * len(block)
+    groups = [RowGroup(start, start + len(block), block, 0, _COSTLIEST) for start in offsets[:-1].tolist()]
+    packed = pack(spans, canvas, rows, offsets, model.attention.plan)
     tensors = Staging(device).put(packed.arrays | Sampler.arrays(groups))
     hidden = model.forward(on_device(packed, tensors), None)
     sampler = Sampler(model, form.model.mask_id)

@@ -3,14 +3,25 @@
 Owns the step's copy to the device. Knows nothing of requests or of what is done with hidden states.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from torch import Tensor
 
-from dlmserve.worker.batch import Span, on_device, pack
+from dlmserve.worker.batch import Span, on_device, pack, starts_of
 from dlmserve.worker.device import Device, Staging
-from dlmserve.worker.graphs import Graphs
+from dlmserve.worker.graphs import Graph, Graphs, Seats
 from dlmserve.worker.kv_cache import KVCache
 from dlmserve.worker.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where spans are in a batch. starts [N]: the token of the batch that each begins at."""
+
+    spans: list[Span]
+    starts: np.ndarray
+    graph: tuple[Graph, Seats] | None  # None: they are packed
 
 
 class Runner:
@@ -27,17 +38,32 @@ class Runner:
         graphs = "no graphs" if self._graphs is None else "graphs of cache steps"
         return f"attention {self.model.attention.details}, {graphs}"
 
-    def run(self, spans: list[Span], more: dict[str, np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Hidden states [M, d] of the spans' rows, and arrays on the device, which all go there in one copy.
-
-        Those are `more` and, of the batch, "tokens" [T] and "rows" [M], which index them. Names in `more` contain
-        a dot. Spans come in ascending `order`.
-        """
+    def place(self, spans: list[Span]) -> Placement:
+        """Whatever can be done for a step before its tokens are known. Spans come in ascending `order`."""
         graph = self._graphs.find(spans) if self._graphs else None
-        if graph and (done := graph.run(spans, more)):
+        if graph and (seats := graph.seat(spans)):
+            return Placement(spans, seats.starts, (graph, seats))
+        return Placement(spans, starts_of(spans), None)
+
+    def run(
+        self,
+        placement: Placement,
+        canvases: np.ndarray,
+        rows: np.ndarray,
+        offsets: np.ndarray,
+        more: dict[str, np.ndarray],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Hidden states [M, d] of the wanted rows, and arrays on the device, which all go there in one copy.
+
+        canvases: the flat array that the spans are of. rows [M]: tokens of the batch, in ascending order; those of span
+        i are rows[offsets[i]] .. rows[offsets[i + 1] - 1]. The arrays are `more` and, of the batch, "tokens" [T] and
+        "rows" [M]. Names in `more` contain a dot.
+        """
+        if placement.graph:
+            graph, seats = placement.graph
             self.num_replays += 1
-            return done
-        packed = pack(spans, self.model.attention.plan)
+            return graph.run(seats, canvases, rows, more)
+        packed = pack(placement.spans, canvases, rows, offsets, self.model.attention.plan)
         tensors = self._staging.put(packed.arrays | more)
         return self.model.forward(on_device(packed, tensors), self.cache), tensors
 

@@ -37,8 +37,7 @@ class NoiseKeys(NamedTuple):
         return NoiseKeys(*(key[rows] for key in self))
 
 
-@dataclass(frozen=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """Consecutive rows of one request: where they are, and how the request draws."""
 
     start: int
@@ -89,7 +88,7 @@ class Sampler:
 
     @staticmethod
     def arrays(groups: list[RowGroup]) -> dict[str, np.ndarray]:
-        """What `draw` needs on the device: nothing where all rows are greedy."""
+        """What `draw` needs on the device: nothing where all rows are greedy, and no groups need be given."""
         arrays: dict[str, np.ndarray] = {}
         for kind, members in _by_kind(groups).items():
             if kind == "greedy" and len(members) == len(groups):
@@ -102,7 +101,7 @@ class Sampler:
     def draw(self, hidden: Tensor, groups: list[RowGroup], index: dict[str, Tensor]) -> Drawn:
         """hidden [M, d] of all requests' candidate rows, in the order of `groups`; index: `arrays` on the device."""
         kinds = _by_kind(groups)
-        if kinds.keys() == {"greedy"}:
+        if kinds.keys() <= {"greedy"}:
             return Drawn(self.greedy(hidden), [])
         parts = torch.empty(self._group.size, kernels.NUM_PLANES, len(hidden), device=hidden.device)
         top: list[Top] = []

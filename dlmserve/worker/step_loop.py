@@ -5,7 +5,7 @@ what a step does. All ranks apply the same commands and run the same steps, so o
 """
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import zmq
 
@@ -39,6 +39,10 @@ class StepResult(Protocol):
     failed: list[Failure]
 
 
+class StepRecord(Protocol):
+    def result(self) -> StepResult: ...
+
+
 class Engine(Protocol):
     """What the loops need of an engine."""
 
@@ -56,7 +60,7 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     def step(self) -> StepResult: ...
     def launch(self) -> None: ...
-    def finish(self) -> StepResult: ...
+    def finish(self) -> StepRecord: ...
     def shards(self) -> "list[Shard]": ...
     def check(self) -> None: ...
     def close(self) -> None: ...
@@ -69,7 +73,7 @@ def lead(form: Form, engine: Engine, head: Dealer) -> None:
     """
     followers = PlanSender(form.key, form.plan_endpoints[1:])
     timer = StepTimer()
-    unsent: list[StepReport] = []  # of the last step: the head hears of it while the next one runs
+    untold: list[Step] = []  # the last one: the head hears of it while the next one runs
     try:
         while (commands := receive_commands(form, head, wait=not engine.has_work())) is not None:
             followers.send(RunStep(commands), form.collective_timeout_s)
@@ -77,14 +81,15 @@ def lead(form: Form, engine: Engine, head: Dealer) -> None:
             if engine.has_work():
                 timer.start()
                 engine.launch()
-                send_all(head, unsent)
-                result = engine.finish()
+                tell_all(head, form, untold)
+                record = engine.finish()
                 timer.stop(engine.has_work())
-                unsent.append(report(form, engine, timer, result))
+                times = (timer.seq, timer.duration_s, timer.idle_s)
+                untold.append(Step(*times, engine.num_pages_in_use, record))
             if not engine.has_work():
-                send_all(head, unsent)
+                tell_all(head, form, untold)
                 engine.check()
-        send_all(head, unsent)
+        tell_all(head, form, untold)
         followers.send(Leave(), form.collective_timeout_s)
     finally:
         followers.close()
@@ -142,9 +147,33 @@ def apply(commands: list[Command], engine: Engine) -> None:
         engine.apply(command)
 
 
-def send_all(head: Dealer, reports: list[StepReport]) -> None:
-    while reports:
-        head.send(reports.pop(0))
+class Step(NamedTuple):
+    """What there is to tell of a step that is done, as of its end."""
+
+    seq: int
+    duration_s: float
+    idle_s: float
+    num_pages_in_use: int
+    record: StepRecord
+
+    def report(self, instance: str) -> StepReport:
+        result = self.record.result()
+        return StepReport(
+            instance=instance,
+            seq=self.seq,
+            duration_s=self.duration_s,
+            idle_s=self.idle_s,
+            num_tokens=result.num_tokens,
+            num_pages_in_use=self.num_pages_in_use,
+            requests=result.requests,
+            released=result.released,
+            failed=result.failed,
+        )
+
+
+def tell_all(head: Dealer, form: Form, steps: list[Step]) -> None:
+    while steps:
+        head.send(steps.pop(0).report(form.instance))
 
 
 class StepTimer:
@@ -164,17 +193,3 @@ class StepTimer:
         now = time.perf_counter()
         self.duration_s = now - self._started_at
         self._idle_since = now if has_work else None
-
-
-def report(form: Form, engine: Engine, timer: StepTimer, result: StepResult) -> StepReport:
-    return StepReport(
-        instance=form.instance,
-        seq=timer.seq,
-        duration_s=timer.duration_s,
-        idle_s=timer.idle_s,
-        num_tokens=result.num_tokens,
-        num_pages_in_use=engine.num_pages_in_use,
-        requests=result.requests,
-        released=result.released,
-        failed=result.failed,
-    )
