@@ -26,7 +26,7 @@ LOGITS = [
 ]
 # Short ones of each kind: cache modes, rules, both models (B has one KV head for all ranks), a batch.
 TP2 = {"llada": (5, 18, 33, 44, 45), "dream": (2, 11)}
-TP4 = {"llada": (18,), "dream": (8,)}
+TP4 = {"llada": (18,)}
 
 
 @pytest.mark.parametrize(("family", "index"), LOGITS)
