@@ -20,8 +20,13 @@ ALIASES = {
     "dream-7b": "Dream-org/Dream-v0-Instruct-7B",
     "dream-7b-instruct": "Dream-org/Dream-v0-Instruct-7B",
     "dream-7b-base": "Dream-org/Dream-v0-Base-7B",
+    "llada-moe": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+    "llada-moe-instruct": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+    "llada-moe-base": "inclusionAI/LLaDA-MoE-7B-A1B-Base",
 }
-ARCHITECTURES = {"LLaDAModelLM": "llada", "DreamModel": "dream"}
+ARCHITECTURES = {"LLaDAModelLM": "llada", "DreamModel": "dream", "LLaDAMoEModelLM": "llada_moe"}
+# Of families whose config.json does not name it.
+MASK_IDS = {"llada_moe": 156895}
 # config.json of LLaDA and Dream name the fill token as EOS; a chat answer ends with the turn's own end token.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
 NUM_SAMPLES, SAMPLE_BYTES = 16, 4096  # of each weight file, for its fingerprint
@@ -133,12 +138,14 @@ def read_model_info(folder: str, name: str | None = None) -> ModelInfo:
     config = read_json(folder, "config.json", required=True)
     generation = read_json(folder, "generation_config.json")
     family = _family(config, folder)
-    mask_id = _first(config.get("mask_token_id"), generation.get("mask_token_id"))
-    if mask_id is None:
+    llada = family == "llada"
+    vocab_size = config.get("embedding_size") or config["vocab_size"] if llada else config["vocab_size"]
+    mask_id = _first(config.get("mask_token_id"), generation.get("mask_token_id"), MASK_IDS.get(family))
+    if mask_id is None or not 0 <= mask_id < vocab_size:
         raise CheckpointError(
             f"{folder}/config.json has no mask_token_id: a diffusion language model needs one"
+            + (f", and {mask_id}, that of its family, is beyond its {vocab_size} tokens" if mask_id else "")
         )
-    llada = family == "llada"
     return ModelInfo(
         path=folder,
         name=name or os.path.basename(folder.rstrip("/")),
@@ -146,7 +153,7 @@ def read_model_info(folder: str, name: str | None = None) -> ModelInfo:
         mask_id=mask_id,
         eos_ids=_eos_ids(config, generation, folder),
         bos_id=_first(config.get("bos_token_id"), generation.get("bos_token_id")),
-        vocab_size=config.get("embedding_size") or config["vocab_size"] if llada else config["vocab_size"],
+        vocab_size=vocab_size,
         max_model_len=config["max_sequence_length"] if llada else config["max_position_embeddings"],
         num_heads=config["n_heads"] if llada else config["num_attention_heads"],
         generation=generation,

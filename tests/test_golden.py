@@ -16,12 +16,13 @@ CASES = [
         ("llada", "public_llada"),
         ("llada", "public_llada_original"),
         ("dream", "public_dream"),
+        ("llada_moe", "public_llada_moe"),
     )
     for i in range(len(golden_data.load(f"{family}/{file}.json")["traces"]))
 ]
 LOGITS = [
     pytest.param(family, i, id=f"{family}-{i}")
-    for family in ("llada", "dream")
+    for family in ("llada", "dream", "llada_moe")
     for i in range(len(golden_data.load(f"{family}/public_{family}.json")["logits"]))
 ]
 # Short ones of each kind: cache modes, rules, both models (B has one KV head for all ranks), a batch.
@@ -32,7 +33,11 @@ TP4 = {"llada": (18,), "dream": (8,)}
 @pytest.mark.parametrize(("family", "index"), LOGITS)
 def test_logits(family: str, index: int, golden_llm: Callable[..., LLM]) -> None:
     case = golden_data.load(f"{family}/public_{family}.json")["logits"][index]
-    logits = golden_llm(f"{family}/model_{case['model']}").logits(case["ids"])
+    check_logits(golden_llm(f"{family}/model_{case['model']}"), case)
+
+
+def check_logits(llm: LLM, case: dict) -> None:
+    logits = llm.logits(case["ids"])
     torch.testing.assert_close(logits[:, :8], torch.tensor(case["first8"]), atol=2e-3, rtol=1e-4)
     torch.testing.assert_close(logits.logsumexp(-1), torch.tensor(case["logsumexp"]), atol=2e-3, rtol=1e-4)
     torch.testing.assert_close(logits.softmax(-1).amax(-1), torch.tensor(case["max_prob"]), atol=2e-4, rtol=0)
@@ -42,7 +47,11 @@ def test_logits(family: str, index: int, golden_llm: Callable[..., LLM]) -> None
 @pytest.mark.parametrize(("family", "file", "index"), CASES)
 def test_trace(family: str, file: str, index: int, golden_llm: Callable[..., LLM]) -> None:
     case = golden_data.load(f"{family}/{file}.json")["traces"][index]
-    completions = run(golden_llm(f"{family}/model_{case['model']}"), case)
+    check_trace(golden_llm(f"{family}/model_{case['model']}"), case)
+
+
+def check_trace(llm: LLM, case: dict) -> None:
+    completions = run(llm, case)
     if golden_data.is_capped(case):
         # The reference stops at its step cap; ours goes on until nothing is masked.
         assert golden_data.MASK_ID[case["model"]] not in completions[0].token_ids

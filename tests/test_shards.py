@@ -1,9 +1,11 @@
 """A rank keeps its weights between formations: the same tensors as from the files, and only what is missing is read."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from dlmserve.checkpoint import read_model_info, resolve
+from dlmserve.checkpoint import ModelInfo, read_model_info, resolve
 from dlmserve.messages import Form, ModelSpec
 from dlmserve.worker.build import build_engine
 from dlmserve.worker.engine import Engine
@@ -11,7 +13,7 @@ from dlmserve.worker.parallel import Group
 from dlmserve.worker.shards import KeptShards
 from dlmserve.worker.weights import Ask
 
-INFO = read_model_info(resolve("tiny"))
+TINY = read_model_info(resolve("tiny"))
 
 
 class Alone(Group):
@@ -24,12 +26,14 @@ class Alone(Group):
         return torch.stack([t] * self.size)
 
 
-def spec(dtype: str = "float32") -> ModelSpec:
-    return ModelSpec(INFO.path, "auto", dtype, INFO.mask_id, list(INFO.eos_ids))
+def spec(dtype: str = "float32", info: ModelInfo = TINY) -> ModelSpec:
+    return ModelSpec(info.path, "auto", dtype, info.mask_id, list(info.eos_ids))
 
 
-def build(rank: int, size: int, kept: KeptShards | None = None, dtype: str = "float32") -> Engine:
-    form = Form("i", rank, size, [], "", spec(dtype), 64, 1, 2, 32, 10.0)
+def build(
+    rank: int, size: int, kept: KeptShards | None = None, dtype: str = "float32", info: ModelInfo = TINY
+) -> Engine:
+    form = Form("i", rank, size, [], "", spec(dtype, info), 64, 1, 2, 32, 10.0)
     return build_engine(form, "cpu", Alone(rank, size), kept)
 
 
@@ -37,10 +41,10 @@ def tensors(engine: Engine) -> dict[Ask, torch.Tensor]:
     return {shard.ask: shard.take() for shard in engine.shards()}
 
 
-def regroup(engine: Engine, rank: int, size: int) -> Engine:
+def regroup(engine: Engine, rank: int, size: int, info: ModelInfo = TINY) -> Engine:
     kept = KeptShards()
-    kept.keep(spec(), engine.shards())
-    return build(rank, size, kept)
+    kept.keep(spec(info=info), engine.shards())
+    return build(rank, size, kept, info=info)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,17 @@ def test_a_regrouped_rank_has_what_the_files_say_and_reads_what_it_lacks(before,
     for ask, tensor in wanted.items():
         assert torch.equal(found[ask], tensor), ask.name
     assert new.num_bytes_read == pytest.approx(share_read * fresh.num_bytes_read, rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["llada_moe"])
+def test_experts_and_fused_tensors_are_kept_as_well(family: str, golden_folder: Callable[[str], str]) -> None:
+    info = read_model_info(golden_folder(f"{family}/model_A"))
+    old, fresh = build(0, 1, info=info), build(1, 2, info=info)
+    new = regroup(old, 1, 2, info)
+    assert new.num_bytes_read == 0
+    found = tensors(new)
+    for ask, tensor in tensors(fresh).items():
+        assert torch.equal(found[ask], tensor), ask.name
 
 
 def test_another_model_is_read_anew() -> None:

@@ -18,6 +18,7 @@ from dlmserve.worker import memory
 from dlmserve.worker.attention import choose
 from dlmserve.worker.build import build_on
 from dlmserve.worker.engine import Engine
+from dlmserve.worker.models import decoder
 from dlmserve.worker.parallel import SOLO, Group
 from tests.traced_gpu import DEVICE, Largest, TracedGpu, TracedGroup, traced_gpu
 
@@ -36,7 +37,25 @@ DREAM = {
     "eos_token_id": 151643,
     "mask_token_id": 151666,
 }
-FAMILIES = {"llada": LLADA, "dream": DREAM}
+LLADA_MOE = {
+    "architectures": ["LLaDAMoEModelLM"],
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 2,
+    "moe_layer_freq": [0, 1],
+    "num_experts": 16,
+    "num_experts_per_tok": 8,
+    "expert_intermediate_size": 1024,
+    "dense_intermediate_size": 8192,
+    "qk_layernorm": True,
+    "vocab_size": 157184,
+    "max_position_embeddings": 8192,
+    "rope_theta": 50000,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 156892,
+    "mask_token_id": 156895,
+}
+FAMILIES = {"llada": LLADA, "dream": DREAM, "llada_moe": LLADA_MOE}
 PROMPT, OUTPUT, BLOCK = 200, 64, 32
 
 
@@ -187,6 +206,23 @@ def test_before_torch_2_13_the_operator_below_varlen_attn_is_called(
     engine = make_engine()
     assert "torch's flash attention" in engine.details
     assert run(engine, [admit(i, **kind) for i, kind in enumerate(EVERY_KIND)]) == {True, False}
+
+
+def test_a_mixture_of_experts_makes_no_one_wait(make_engine: Callable[..., Engine]) -> None:
+    """The host would wait for a number of tokens: fake tensors have none to give."""
+    engine = make_engine("llada_moe", max_num_seqs=1)
+    assert "experts in grouped products" in engine.details
+    assert run(engine, [admit(0, "llada_moe")], num_steps=3) == {True, False}
+    assert engine._runner.num_replays > 0
+
+
+def test_experts_that_are_looped_over_are_not_captured(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "grouped_fits", lambda *args: False)
+    monkeypatch.setattr(Engine, "warm_up", lambda *args: None)
+    engine = make_engine("llada_moe", max_num_seqs=1)
+    assert "no graphs, experts one by one, which no graph captures" in engine.details
 
 
 def test_a_rank_of_two(make_engine: Callable[..., Engine]) -> None:

@@ -37,7 +37,7 @@ def build_engine(form: Form, device: str, group: Group, kept: KeptShards | None 
 def build_on(
     device: Device, form: Form, group: Group, with_graphs: bool, kept: KeptShards | None = None
 ) -> Engine:
-    """The same on a given device. Graphs are captured where the attention fits them, too."""
+    """The same on a given device. Graphs are captured where attention and model fit them, too."""
     info = replace(read_model_info(form.model.path), max_model_len=form.max_model_len)
     config = read_config(info)
     dtype = _dtype(form.model.dtype, device.name)
@@ -52,7 +52,8 @@ def build_on(
         kv_heads = model.shard.kv_heads[1] - model.shard.kv_heads[0]
         shape = (config.num_layers, num_pages, form.page_size, kv_heads, config.head_dim)
         cache = KVCache(*shape, dtype, device.name)
-        graphs = Graphs(model, cache, device) if with_graphs and chosen.fits_graphs else None
+        fits = chosen.fits_graphs and model.fits_graphs
+        graphs = Graphs(model, cache, device) if with_graphs and fits else None
         if graphs:
             limits = (form.max_num_seqs, form.max_model_len, form.page_size)
             for bucket in usual_buckets(info.default_block_length, *limits):

@@ -25,7 +25,7 @@ class Runner:
     @property
     def details(self) -> str:
         graphs = "no graphs" if self._graphs is None else "graphs of cache steps"
-        return f"attention {self.model.attention.details}, {graphs}"
+        return f"attention {self.model.attention.details}, {graphs}{self.model.details}"
 
     def run(self, spans: list[Span], more: dict[str, np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
         """Hidden states [M, d] of the spans' rows, and arrays on the device, which all go there in one copy.

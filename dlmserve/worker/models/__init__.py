@@ -6,12 +6,12 @@ import torch
 
 from dlmserve.checkpoint import ModelInfo, read_json
 from dlmserve.worker.attention import Attention
-from dlmserve.worker.models import dream, llada
+from dlmserve.worker.models import dream, llada, llada_moe
 from dlmserve.worker.models.decoder import Decoder, DecoderConfig
 from dlmserve.worker.parallel import Group
 from dlmserve.worker.weights import Weights
 
-FAMILIES = {"llada": llada, "dream": dream}
+FAMILIES = {"llada": llada, "dream": dream, "llada_moe": llada_moe}
 
 
 def read_config(info: ModelInfo) -> DecoderConfig:
