@@ -23,8 +23,18 @@ ALIASES = {
     "llada-moe": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
     "llada-moe-instruct": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
     "llada-moe-base": "inclusionAI/LLaDA-MoE-7B-A1B-Base",
+    "sdar-1.7b": "JetLM/SDAR-1.7B-Chat",
+    "sdar-4b": "JetLM/SDAR-4B-Chat",
+    "sdar-8b": "JetLM/SDAR-8B-Chat",
 }
-ARCHITECTURES = {"LLaDAModelLM": "llada", "DreamModel": "dream", "LLaDAMoEModelLM": "llada_moe"}
+ARCHITECTURES = {
+    "LLaDAModelLM": "llada",
+    "DreamModel": "dream",
+    "LLaDAMoEModelLM": "llada_moe",
+    "SDARForCausalLM": "sdar",
+}
+# Families whose attention is block-causal, and the blocks they were trained with where config.json has no block_size.
+BLOCK_CAUSAL = {"sdar": 4}
 # Of families whose config.json does not name it.
 MASK_IDS = {"llada_moe": 156895}
 # config.json of LLaDA and Dream name the fill token as EOS; a chat answer ends with the turn's own end token.
@@ -46,6 +56,8 @@ class ModelInfo:
     max_model_len: int  # tokens of prompt + canvas
     num_heads: int
     generation: dict = field(default_factory=dict)  # generation_config.json: gen_length, block_length, ...
+    block_causal: bool = False  # a position sees its block and earlier ones only
+    trained_block_length: int | None = None
 
     @property
     def default_gen_length(self) -> int:
@@ -53,7 +65,7 @@ class ModelInfo:
 
     @property
     def default_block_length(self) -> int:
-        return self.generation.get("block_length") or 32
+        return self.generation.get("block_length") or self.trained_block_length or 32
 
 
 def resolve(model: str) -> str:
@@ -157,6 +169,10 @@ def read_model_info(folder: str, name: str | None = None) -> ModelInfo:
         max_model_len=config["max_sequence_length"] if llada else config["max_position_embeddings"],
         num_heads=config["n_heads"] if llada else config["num_attention_heads"],
         generation=generation,
+        block_causal=family in BLOCK_CAUSAL,
+        trained_block_length=config.get("block_size", BLOCK_CAUSAL[family])
+        if family in BLOCK_CAUSAL
+        else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from dlmserve.checkpoint import ModelInfo, read_model_info, resolve
 from dlmserve.errors import CheckpointError, ContextTooLong, RequestError
+from dlmserve.grid import Grid
 from dlmserve.messages import Admit, CacheMode, Decoding, Form, ModelSpec, RequestStep, RuleName
 from dlmserve.tokenizer import Tokenizer
 
@@ -135,10 +136,13 @@ class LLM:
             self._finish(admit, out, params)
         return outs
 
-    def logits(self, token_ids: list[int]):  # noqa: ANN201  (torch is imported lazily)
-        """Raw logits of one forward over a canvas: float32 tensor [len(token_ids), vocabulary]."""
+    def logits(self, token_ids: list[int], block_length: int | None = None):  # noqa: ANN201  (torch is imported lazily)
+        """Raw logits of one forward over a canvas: float32 tensor [len(token_ids), vocabulary].
+
+        A block-causal model sees it in blocks of `block_length`, its own where None; other models see it whole.
+        """
         self._check_ids(token_ids, allow_mask=True)
-        return self._instance.logits(token_ids)
+        return self._instance.logits(token_ids, block_length or self.info.default_block_length)
 
     @property
     def details(self) -> str:
@@ -155,9 +159,8 @@ class LLM:
 
     def _admit(self, index: int, prompt: Prompt, params: DecodingParams) -> Admit:
         ids = self._encode(prompt)
-        decoding, gen_length = make_decoding(params, self.info, self._cache, index)
-        block = decoding.block_length
-        num_masks = -(-gen_length // block) * block
+        decoding, gen_length = make_decoding(params, self.info, self._cache, index, len(ids))
+        num_masks = decoding.grid.num_masks(len(ids), gen_length)
         if len(ids) + num_masks > self._max_len:
             raise ContextTooLong(
                 f"prompt of {len(ids)} tokens + canvas of {num_masks} exceeds the context of {self._max_len}",
@@ -210,7 +213,7 @@ class LLM:
 
 
 def make_decoding(
-    params: DecodingParams, info: ModelInfo, cache: CacheMode, index: int
+    params: DecodingParams, info: ModelInfo, cache: CacheMode, index: int, prompt_length: int
 ) -> tuple[Decoding, int]:
     """The wire form of `params`, and the output length. Raises RequestError naming the parameter."""
     from dlmserve.config import parse_refresh
@@ -228,7 +231,7 @@ def make_decoding(
     rule: RuleName = rules[0] if rules else "threshold"
     value = given[rule] if rules else info.generation.get("threshold", 0.9)
     if rule == "steps":
-        num_blocks = -(-gen_length // block)
+        num_blocks = Grid(block, info.block_causal).num_blocks(prompt_length, gen_length)
         if value < num_blocks or value % num_blocks:
             raise RequestError(f"steps is {value}; wanted a multiple of the {num_blocks} blocks", "steps")
         value //= num_blocks
@@ -247,6 +250,7 @@ def make_decoding(
             top_k=params.top_k,
             seed=seed + index,
             ignore_eos=params.ignore_eos,
+            block_causal=info.block_causal,
         ),
         gen_length,
     )

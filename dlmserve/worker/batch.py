@@ -4,7 +4,7 @@ Built from numbers only (tokens, columns, slots); knows nothing of requests, mod
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ class Span:
     """The part of one canvas that a step computes: columns start .. end - 1 of `tokens` (the whole canvas).
 
     `rows` are the columns whose hidden states are wanted, in ascending order. Without `slots` nothing is cached
-    (then the span is the whole canvas and attends to itself).
+    (then the span is the whole canvas and attends to itself). With a `block_length` the model is block-causal, and
+    the span begins and ends with blocks: a query sees the keys up to its block's end, all of them in the cache.
     """
 
     tokens: np.ndarray
@@ -26,10 +27,31 @@ class Span:
     end: int
     rows: np.ndarray
     slots: Slots | None
+    block_length: int = 0
 
     @property
     def is_whole(self) -> bool:
-        return self.start == 0 and self.end == len(self.tokens)
+        """It attends to itself."""
+        return not self.block_length and self.start == 0 and self.end == len(self.tokens)
+
+    @property
+    def num_keys(self) -> int:
+        """The canvas's first so many columns are seen: by its last block, where it has several."""
+        return self.end if self.block_length else len(self.tokens)
+
+    def by_blocks(self) -> "list[Span]":
+        """Itself or, block-causal, a span for each block: then all of a span's queries see the same keys.
+
+        A batch's K/V are written before any of its queries attends, so the parts may share a step.
+        """
+        if not self.block_length:
+            return [self]
+        bounds = [*range(self.start, self.end, self.block_length), self.end]
+        cuts = np.searchsorted(self.rows, bounds)
+        return [
+            replace(self, start=start, end=end, rows=self.rows[cuts[i] : cuts[i + 1]])
+            for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+        ]
 
     @property
     def order(self) -> int:
@@ -39,13 +61,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's share of the packed batch: its queries, its wanted rows, and where its keys are."""
+    """One request's share of the packed batch, or a block of it: its queries, wanted rows, and where its keys are."""
 
     start: int  # first packed token
     end: int
     row_start: int  # first of its wanted rows
     row_end: int
     slots: Slots | None  # None: the keys are the packed span itself
+    num_keys: int  # in the first of the slots, else of the span
 
     @property
     def rows(self) -> slice:
@@ -90,6 +113,7 @@ def pack(spans: list[Span], plan: Callable[[list[Segment]], Any]) -> Packed:
             int(row_starts[i]),
             int(row_starts[i + 1]),
             None if span.is_whole else span.slots,
+            span.num_keys,
         )
         for i, span in enumerate(spans)
     ]

@@ -41,7 +41,9 @@ def build_on(
     info = replace(read_model_info(form.model.path), max_model_len=form.max_model_len)
     config = read_config(info)
     dtype = _dtype(form.model.dtype, device.name)
-    chosen = attention.choose(form.attention, device.name, dtype, config.head_dim, form.page_size)
+    chosen = attention.choose(
+        form.attention, device.name, dtype, config.head_dim, form.page_size, config.block_causal
+    )
     with device.named_errors():
         files = open_weights(info.path, form.model.load_format, dtype, device.name)
         weights = (kept or KeptShards()).over(form.model, files)
@@ -55,7 +57,9 @@ def build_on(
         fits = chosen.fits_graphs and model.fits_graphs
         graphs = Graphs(model, cache, device) if with_graphs and fits else None
         if graphs:
-            limits = (form.max_num_seqs, form.max_model_len, form.page_size)
+            # Of a block-causal model also recompute steps are captured, two blocks of each request.
+            most_spans = form.max_num_seqs * (2 if config.block_causal else 1)
+            limits = (most_spans, form.max_model_len, form.page_size)
             for bucket in usual_buckets(info.default_block_length, *limits):
                 graphs.get(bucket)
         runner = Runner(model, cache, device, graphs)
@@ -63,7 +67,7 @@ def build_on(
         engine.num_bytes_read = num_bytes_read
         if form.hidden_reader and form.tp_rank == 0:
             engine.hidden_reader = load_reader(form.hidden_reader, config.hidden_size, device.name)
-        engine.warm_up(min(WARM_UP_TOKENS, form.max_model_len))
+        engine.warm_up(min(WARM_UP_TOKENS, form.max_model_len, num_pages * form.page_size))
     return engine
 
 

@@ -1,7 +1,9 @@
 """A request on an instance: its canvas, the block it is in, and the span its next step computes.
 
 Numbers only: knows nothing of the model, of K/V tensors or of how confidences come about. Blocks are decoded left
-to right; a block's first step is a recompute step, the later ones are cache steps (`none`: all recompute).
+to right; a block's first step is a recompute step, the later ones are cache steps (`none`: all recompute). Of a
+block-causal model a recompute step covers what was unmasked since the last one, whose K/V are final then, and the
+block; the first one everything before it, too.
 """
 
 from dataclasses import dataclass
@@ -46,17 +48,19 @@ class Resident:
         self._mask_id, self._shifted = mask_id, shifted
         self._eos_ids = frozenset() if admit.decoding.ignore_eos else eos_ids
         self._prefix_end = admit.output_start  # no mask before it
+        self._grid = admit.decoding.grid
         self._cache_is_whole = False  # the cache holds the whole canvas, from some earlier block on
+        self._num_final = 0  # block-causal: columns before this one have their final K/V in the cache
         self.needs_recompute = True  # at a block's start: it could leave at no cost
-        self._block_start = admit.output_start
+        self._block_start = self._first_block = self._grid.start(admit.output_start)
         self._move_to_masked_block()
         if self._block_start >= self._output_end:
             raise WorkerError(f"request {admit.request} has no masked position left; wanted at least one")
 
     @property
     def block(self) -> int:
-        """Index of the current block, counted from the first output position."""
-        return (self._block_start - self._output_start) // self.decoding.block_length
+        """Index of the current block, counted from the one with the first output position."""
+        return (self._block_start - self._first_block) // self.decoding.block_length
 
     @property
     def steps_quota(self) -> int:
@@ -84,10 +88,15 @@ class Resident:
         rows = np.maximum(columns - 1, 0) if self._shifted else columns
         start, end = self._columns()
         recompute = self.needs_recompute or self.decoding.cache == "none"
-        return StepPlan(self, Span(self.tokens, start, end, rows, self.slots), columns, forced, recompute)
+        unit = self._grid.block_length if self._grid.block_causal else 0
+        span = Span(self.tokens, start, end, rows, self.slots, unit)
+        return StepPlan(self, span, columns, forced, recompute)
 
     def _columns(self) -> tuple[int, int]:
         length, cache = len(self.tokens), self.decoding.cache
+        if self._grid.block_causal:
+            start = self._num_final if self.needs_recompute else self._block_start
+            return 0 if cache == "none" else start, self._block_end
         if cache == "none":
             return 0, length
         if self.needs_recompute:
@@ -102,6 +111,7 @@ class Resident:
         self.steps_in_block += 1
         self.needs_recompute = False
         self._cache_is_whole = True
+        self._num_final = self._block_start
         finished = self._scan_prefix()
         if not finished:
             self._move_to_masked_block()

@@ -35,6 +35,7 @@ from dlmserve.worker.runner import Runner
 from dlmserve.worker.sampling import RowGroup, Sampler, Top
 from dlmserve.worker.shards import Shard
 
+NOBODY = -1  # in the place of a request's number
 Alternatives = list[tuple[int, float]]  # (token, log probability), best first
 
 
@@ -117,14 +118,18 @@ class Engine:
                     self._residents[request].release_asked = True
 
     def _admit(self, admit: Admit) -> None:
-        shifted = self._model.config.shifted_logits
+        shifted, block_causal = self._model.config.shifted_logits, self._model.config.block_causal
         try:
+            if admit.decoding.block_causal != block_causal:
+                raise WorkerError(
+                    f"decoding says block_causal {admit.decoding.block_causal}; the model's is {block_causal}"
+                )
             resident = Resident(admit, self._mask_id, self._eos_ids, shifted)
             if len(resident.tokens) > self._model.config.max_len:
                 raise WorkerError(
                     f"a canvas of {len(resident.tokens)} tokens exceeds {self._model.config.max_len}"
                 )
-            if admit.decoding.cache != "none":
+            if admit.decoding.needs_pages:
                 resident.slots = self._cache.reserve(admit.request, len(resident.tokens))
         except DlmServeError as error:
             kind = "no_pages" if isinstance(error, OutOfPages) else "refused"
@@ -245,11 +250,18 @@ class Engine:
             self._result.requests.append(step)
 
     @torch.inference_mode()
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Raw logits of one forward over a canvas, float32 [len(tokens), vocab]; touches no request."""
+    def logits(self, tokens: list[int], block_length: int = 0) -> torch.Tensor:
+        """Raw logits of one forward over a canvas, float32 [len(tokens), vocab]; touches no request.
+
+        A block-causal model sees it in blocks of `block_length` (0: in one), and needs free pages: raises OutOfPages.
+        """
         canvas = np.array(tokens, dtype=np.int64)
-        span = Span(canvas, 0, len(canvas), np.arange(len(canvas)), None)
+        causal = self._model.config.block_causal
+        slots = self._cache.reserve(NOBODY, len(canvas)) if causal else None
+        unit = (block_length or len(canvas)) if causal else 0
+        span = Span(canvas, 0, len(canvas), np.arange(len(canvas)), slots, unit)
         logits = self._sampler.full_logits(self._runner.run([span], {})[0])
+        self._cache.pages.free(NOBODY)
         self._runner.device.wait()  # whoever comes next writes to the buffer that this canvas is copied from
         return logits
 
@@ -260,10 +272,11 @@ class Engine:
         began_at = time.perf_counter()
         self.logits([self._mask_id] * num_tokens)
         self.token_s = (time.perf_counter() - began_at) / num_tokens
-        decoding = Decoding(block_length=num_tokens, cache="none")
-        self._admit(Admit(-1, [self._mask_id] * num_tokens, 0, num_tokens, num_tokens, decoding))
+        causal = self._model.config.block_causal
+        decoding = Decoding(block_length=num_tokens, cache="none", block_causal=causal)
+        self._admit(Admit(NOBODY, [self._mask_id] * num_tokens, 0, num_tokens, num_tokens, decoding))
         self.step()
-        self._remove(-1)
+        self._remove(NOBODY)
 
     def shards(self) -> list[Shard]:
         """Its weights, for the next engine of this rank."""

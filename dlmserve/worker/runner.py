@@ -33,6 +33,7 @@ class Runner:
         Those are `more` and, of the batch, "tokens" [T] and "rows" [M], which index them. Names in `more` contain
         a dot. Spans come in ascending `order`.
         """
+        spans = [part for span in spans for part in span.by_blocks()]
         graph = self._graphs.find(spans) if self._graphs else None
         if graph and (done := graph.run(spans, more)):
             self.num_replays += 1

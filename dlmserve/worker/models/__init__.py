@@ -6,17 +6,18 @@ import torch
 
 from dlmserve.checkpoint import ModelInfo, read_json
 from dlmserve.worker.attention import Attention
-from dlmserve.worker.models import dream, llada, llada_moe
+from dlmserve.worker.models import dream, llada, llada_moe, sdar
 from dlmserve.worker.models.decoder import Decoder, DecoderConfig
 from dlmserve.worker.parallel import Group
 from dlmserve.worker.weights import Weights
 
-FAMILIES = {"llada": llada, "dream": dream, "llada_moe": llada_moe}
+FAMILIES = {"llada": llada, "dream": dream, "llada_moe": llada_moe, "sdar": sdar}
 
 
 def read_config(info: ModelInfo) -> DecoderConfig:
     """Raises CheckpointError for a config whose options the family's file does not implement."""
-    return FAMILIES[info.family].read_config(read_json(info.path, "config.json", required=True))
+    config = FAMILIES[info.family].read_config(read_json(info.path, "config.json", required=True))
+    return replace(config, block_causal=info.block_causal)
 
 
 def load_model(

@@ -46,6 +46,7 @@ class DecoderConfig:
     qk_norm: bool = False  # an RMSNorm of each head's query and key, before they rotate
     rotary_dim: int | None = None  # of a head's entries the first so many rotate; None: all
     moe: MoeConfig | None = None
+    block_causal: bool = False  # a position sees its block and earlier ones; the batch says where blocks end
 
 
 @dataclass(frozen=True)
