@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dlmserve import LLM, DecodingParams
+from dlmserve.grid import Grid
 from dlmserve.llm import Completion
 from tests.golden_shapes import SHAPES
 
@@ -55,6 +56,19 @@ def run(llm: LLM, case: dict) -> list[Completion]:
         **rule_of(case),
     )
     return llm.generate(prompts_of(case), params)
+
+
+def run_blocks(llm: LLM, case: dict) -> Completion:
+    """A case of a block-causal model: whole blocks, on and on past what its reference takes for an end."""
+    grid, start, length = Grid(case["block_length"], True), len(case["prompt"]), case["gen_length"]
+    rule = {"threshold": case["threshold"]}
+    if case["threshold"] is None:
+        rule = {"steps": case["steps_per_block"] * grid.num_blocks(start, length)}
+    params = DecodingParams(
+        grid.num_masks(start, length), grid.block_length, ignore_eos=True, cache=case.get("mode"), **rule
+    )
+    [completion] = llm.generate([case["prompt"]], params)
+    return completion
 
 
 def rule_of(case: dict) -> dict[str, float]:

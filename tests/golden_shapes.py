@@ -98,4 +98,8 @@ def llada_moe(c: dict) -> tuple[Shapes, str]:
     return shapes, "lm_head.weight"
 
 
-SHAPES = {"llada": llada, "dream": dream, "llada_moe": llada_moe}
+def sdar(c: dict) -> tuple[Shapes, str]:
+    return _around(c) | _qwen_attention(c, bias=False, head_norms=True) | _dense(c), "lm_head.weight"
+
+
+SHAPES = {"llada": llada, "dream": dream, "llada_moe": llada_moe, "sdar": sdar}

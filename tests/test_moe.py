@@ -1,17 +1,12 @@
-"""Mixture of experts: who is chosen with which weight, and both ways to compute it, on all ranks together."""
-
-from collections.abc import Callable
+"""Mixture of experts: who is chosen with which weight, and both ways to compute it."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlmserve.messages import Admit, Decoding, Form, ModelSpec
 from dlmserve.worker.models.moe import GroupedExperts, LoopedExperts, MoeConfig, grouped_fits, route
 from dlmserve.worker.weights import DummyWeights
-from tests import thread_group
-from tests.test_engine import tokens_of
 
 EXPERTS = [(f"expert.{i}.gate", f"expert.{i}.up", f"expert.{i}.down") for i in range(5)]
 
@@ -78,21 +73,3 @@ def test_grouped_products_are_for_gpus_that_have_them(monkeypatch: pytest.Monkey
     assert not grouped_fits(torch.bfloat16, "cpu", 2048, 512)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not grouped_fits(torch.bfloat16, "cuda:0", 2048, 512)
-
-
-@pytest.mark.parametrize("tp_degree", [2, 4])
-@pytest.mark.parametrize("family", ["llada_moe"])
-def test_ranks_unmask_together_what_one_does(
-    family: str, tp_degree: int, golden_folder: Callable[[str], str]
-) -> None:
-    folder = golden_folder(f"{family}/model_B")  # one KV head, or two, for all ranks
-    form = Form("i", 0, 1, [], "", ModelSpec(folder, "auto", "float32", 380, [360]), 256, 4, 64, 8, 10.0)
-    prompts = ([5, 9, 200, 31], [77] * 19)
-    commands = [
-        Admit(i, [*p, *[380] * 16], len(p), len(p) + 16, len(p) + 16, Decoding(8, value=0.6, ignore_eos=True))
-        for i, p in enumerate(prompts)
-    ]
-    [wanted] = thread_group.decode(form, 1, commands)
-    for results in thread_group.decode(form, tp_degree, commands):
-        for i in range(len(prompts)):
-            assert tokens_of(results, i) == tokens_of(wanted, i)
