@@ -26,17 +26,20 @@ ALIASES = {
     "sdar-1.7b": "JetLM/SDAR-1.7B-Chat",
     "sdar-4b": "JetLM/SDAR-4B-Chat",
     "sdar-8b": "JetLM/SDAR-8B-Chat",
+    "llada2-mini": "inclusionAI/LLaDA2.0-mini",
+    "llada2-flash": "inclusionAI/LLaDA2.0-flash",
 }
 ARCHITECTURES = {
     "LLaDAModelLM": "llada",
     "DreamModel": "dream",
     "LLaDAMoEModelLM": "llada_moe",
     "SDARForCausalLM": "sdar",
+    "LLaDA2MoeModelLM": "llada2",
 }
 # Families whose attention is block-causal, and the blocks they were trained with where config.json has no block_size.
-BLOCK_CAUSAL = {"sdar": 4}
+BLOCK_CAUSAL = {"sdar": 4, "llada2": 32}
 # Of families whose config.json does not name it.
-MASK_IDS = {"llada_moe": 156895}
+MASK_IDS = {"llada_moe": 156895, "llada2": 156895}
 # config.json of LLaDA and Dream name the fill token as EOS; a chat answer ends with the turn's own end token.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
 NUM_SAMPLES, SAMPLE_BYTES = 16, 4096  # of each weight file, for its fingerprint

@@ -102,4 +102,22 @@ def sdar(c: dict) -> tuple[Shapes, str]:
     return _around(c) | _qwen_attention(c, bias=False, head_norms=True) | _dense(c), "lm_head.weight"
 
 
-SHAPES = {"llada": llada, "dream": dream, "llada_moe": llada_moe, "sdar": sdar}
+def llada2(c: dict) -> tuple[Shapes, str]:
+    shapes, d, head_dim = _around(c, "word_embeddings"), c["hidden_size"], c["head_dim"]
+    size = c["moe_intermediate_size"]
+    heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+    for i in range(c["num_hidden_layers"]):
+        root, mlp = f"model.layers.{i}.attention.", f"model.layers.{i}.mlp."
+        shapes[f"{root}query_key_value.weight"] = ((heads + 2 * kv_heads) * head_dim, d)
+        shapes[f"{root}dense.weight"] = (d, heads * head_dim)
+        for norm in ("query_layernorm", "key_layernorm"):
+            shapes[f"{root}{norm}.weight"] = (head_dim,)
+        if i < c["first_k_dense_replace"]:
+            shapes |= _mlp(mlp, d, c["intermediate_size"])
+            continue
+        shapes |= _experts(mlp, c, size) | _mlp(f"{mlp}shared_experts.", d, size * c["num_shared_experts"])
+        shapes[f"{mlp}gate.expert_bias"] = (c["num_experts"],)
+    return shapes, "lm_head.weight"
+
+
+SHAPES = {"llada": llada, "dream": dream, "llada_moe": llada_moe, "sdar": sdar, "llada2": llada2}

@@ -56,6 +56,12 @@ def test_families_are_told_apart_by_their_architecture(golden_folder: Folder) ->
     assert [read_model_info(folder).family for folder in folders] == ["llada", "llada_moe"]
 
 
+def test_a_block_causal_models_blocks_are_those_it_was_trained_with(golden_folder: Folder) -> None:
+    infos = [read_model_info(golden_folder(f"{family}/model_A")) for family in ("sdar", "llada2", "dream")]
+    assert [info.block_causal for info in infos] == [True, True, False]
+    assert [info.default_block_length for info in infos] == [4, 32, 32]
+
+
 def test_a_mask_token_that_no_config_names_is_the_familys(golden_folder: Folder, tmp_path: Path) -> None:
     changes = {"mask_token_id": None, "vocab_size": 157184}
     folder = edited(golden_folder("llada_moe/model_A"), tmp_path / "real", **changes)
@@ -81,6 +87,13 @@ def test_a_model_without_a_mask_token_is_refused(golden_folder: Folder, tmp_path
         ("llada_moe/model_A", {"norm_topk_prob": True}, "LLaDA-MoE is served with norm_topk_prob=False"),
         ("llada_moe/model_A", {"clip_qkv": 8.0}, "clip_qkv=8.0; LLaDA-MoE is served with clip_qkv=None"),
         ("llada_moe/model_A", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
+        ("sdar/model_A", {"use_sliding_window": True}, "SDAR is served with use_sliding_window=False"),
+        ("llada2/model_A", {"score_function": "softmax"}, "LLaDA 2 is served with score_function='sigmoid'"),
+        (
+            "llada2/model_A",
+            {"use_qk_norm": False},
+            "use_qk_norm=False; LLaDA 2 is served with use_qk_norm=True",
+        ),
         ("llada_moe/model_A", {"moe_layer_freq": [1, 1]}, "moe_layer_freq for 2 layers; wanted .* 3"),
     ],
 )
@@ -95,7 +108,7 @@ def test_a_tp_degree_that_does_not_divide_the_heads_is_refused(golden_folder: Fo
     folder = edited(golden_folder("llada/model_A"), tmp_path / "m", n_heads=1, n_kv_heads=1)
     with pytest.raises(ConfigError, match="TP degree 2 does not divide the model's 1 attention heads"):
         from dlmserve.worker.models import read_config
-        from dlmserve.worker.models.decoder import shard_of
+        from dlmserve.worker.models.config import shard_of
 
         shard_of(read_config(read_model_info(folder)), 0, 2)
 

@@ -12,7 +12,7 @@ from tests import thread_group
 from tests.test_engine import tokens_of
 from tests.test_shards import build, regroup, tensors
 
-FAMILIES = ("llada_moe", "sdar")
+FAMILIES = ("llada_moe", "sdar", "llada2")
 Folder = Callable[[str], str]
 
 

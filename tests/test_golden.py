@@ -10,7 +10,7 @@ from dlmserve.llm import Completion, Step
 from tests import golden_data
 from tests.golden_data import finals, prompts_of, run, run_blocks
 
-BLOCK_CAUSAL = ("sdar",)
+BLOCK_CAUSAL = ("sdar", "llada2")
 CASES = [
     pytest.param(family, file, i, id=f"{file}-{i}")
     for family, file in (

@@ -6,12 +6,19 @@ import torch
 
 from dlmserve.checkpoint import ModelInfo, read_json
 from dlmserve.worker.attention import Attention
-from dlmserve.worker.models import dream, llada, llada_moe, sdar
-from dlmserve.worker.models.decoder import Decoder, DecoderConfig
+from dlmserve.worker.models import dream, llada, llada2, llada_moe, sdar
+from dlmserve.worker.models.config import DecoderConfig
+from dlmserve.worker.models.decoder import Decoder
 from dlmserve.worker.parallel import Group
 from dlmserve.worker.weights import Weights
 
-FAMILIES = {"llada": llada, "dream": dream, "llada_moe": llada_moe, "sdar": sdar}
+FAMILIES = {
+    "llada": llada,
+    "dream": dream,
+    "llada_moe": llada_moe,
+    "sdar": sdar,
+    "llada2": llada2,
+}
 
 
 def read_config(info: ModelInfo) -> DecoderConfig:

@@ -6,114 +6,22 @@ Computes hidden states of a packed batch; knows nothing of requests or threshold
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dlmserve.errors import ConfigError
 from dlmserve.worker.attention import Attention
 from dlmserve.worker.batch import Batch
 from dlmserve.worker.kv_cache import KVCache
 from dlmserve.worker.linear import Fused
+from dlmserve.worker.models.config import DecoderConfig, Shard, TensorNames, attention_asks, shard_of
 from dlmserve.worker.models.mlp import Mlp, mlp_asks
-from dlmserve.worker.models.moe import Moe, MoeConfig, grouped_fits
+from dlmserve.worker.models.moe import Moe, grouped_fits
 from dlmserve.worker.models.norms import HeadNorm, RMSNorm
 from dlmserve.worker.models.rope import Rope
 from dlmserve.worker.parallel import Group
 from dlmserve.worker.shards import Shard as KeptShard
 from dlmserve.worker.weights import Ask, Weights
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes of the whole model, and what differs between families."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_size: int
-    vocab_size: int
-    max_len: int
-    rope_theta: float
-    norm_eps: float
-    qkv_bias: bool
-    rope_in_float32: bool  # rotate in float32 (LLaDA) or in the model's dtype (Dream)
-    shifted_logits: bool  # the output at column i predicts column i + 1 (Dream)
-    tied_head: bool = False
-    qk_norm: bool = False  # an RMSNorm of each head's query and key, before they rotate
-    rotary_dim: int | None = None  # of a head's entries the first so many rotate; None: all
-    moe: MoeConfig | None = None
-    block_causal: bool = False  # a position sees its block and earlier ones; the batch says where blocks end
-
-
-@dataclass(frozen=True)
-class TensorNames:
-    """Checkpoint names; `layer` is formatted with the layer's index and put before the per-layer ones."""
-
-    embedding: str
-    final_norm: str
-    head: str
-    layer: str
-    attention_norm: str
-    q: str
-    k: str
-    v: str
-    o: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
-    q_norm: str = ""
-    k_norm: str = ""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which part of each dimension a rank holds: [start, stop) of heads, KV heads, MLP columns, vocabulary.
-
-    `experts`: of the columns of each expert, and of the shared one.
-    """
-
-    heads: tuple[int, int]
-    kv_heads: tuple[int, int]
-    mlp: tuple[int, int]
-    experts: tuple[tuple[int, int], tuple[int, int]]
-    vocab: tuple[int, int]
-
-
-def shard_of(config: DecoderConfig, rank: int, size: int) -> Shard:
-    """Raises ConfigError where the heads or the MLP do not divide. KV heads fewer than ranks are replicated."""
-    expert_size, shared_size = (config.moe.expert_size, config.moe.shared_size) if config.moe else (0, 0)
-    for what, count in (
-        ("attention heads", config.num_heads),
-        ("MLP columns", config.mlp_size),
-        ("columns of an expert", expert_size),
-        ("columns of the shared expert", shared_size),
-    ):
-        if count % size:
-            raise ConfigError(
-                f"TP degree {size} does not divide the model's {count} {what}; choose one that does"
-            )
-    kv = config.num_kv_heads
-    if kv % size and size % kv:
-        raise ConfigError(f"TP degree {size} and the model's {kv} KV heads: one must divide the other")
-    kv_heads = _even(kv, rank, size) if kv >= size else (rank * kv // size, rank * kv // size + 1)
-    rows = -(-config.vocab_size // size)  # the last rank may hold fewer
-    vocab = (min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
-    return Shard(
-        heads=_even(config.num_heads, rank, size),
-        kv_heads=kv_heads,
-        mlp=_even(config.mlp_size, rank, size),
-        experts=(_even(expert_size, rank, size), _even(shared_size, rank, size)),
-        vocab=vocab,
-    )
-
-
-def _even(count: int, rank: int, size: int) -> tuple[int, int]:
-    return rank * count // size, (rank + 1) * count // size
 
 
 class Layer:
@@ -137,20 +45,8 @@ class Layer:
         self._num_kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
         self._head_dim = hd
 
-        def rows(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Ask:
-            return Ask(f"{prefix}{name}.weight", (full * unit, d), 0, part[0] * unit, part[1] * unit)
-
-        def columns(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Ask:
-            return Ask(f"{prefix}{name}.weight", (d, full * unit), 1, part[0] * unit, part[1] * unit)
-
-        def bias(name: str, full: int, part: tuple[int, int]) -> Ask:
-            return Ask(f"{prefix}{name}.bias", (full * hd,), 0, part[0] * hd, part[1] * hd)
-
-        heads, kv_heads = (config.num_heads, shard.heads), (config.num_kv_heads, shard.kv_heads)
-        parts = ((names.q, *heads), (names.k, *kv_heads), (names.v, *kv_heads))
-        biases = [bias(*part) for part in parts] if config.qkv_bias else None
-        self._qkv = Fused(weights, [rows(*part, unit=hd) for part in parts], biases)
-        self._o = Fused(weights, [columns(names.o, *heads, unit=hd)])
+        asks, biases, output = attention_asks(prefix, config, names, shard)
+        self._qkv, self._o = Fused(weights, asks, biases), Fused(weights, [output])
         self.mlp: Mlp | Moe
         if config.moe and config.moe.layers[index]:
             self.mlp = Moe(prefix, config.moe, d, weights, shard.experts, grouped)

@@ -4,7 +4,7 @@ Its output at column i predicts column i + 1, so a block's first column comes fr
 which only a recompute step covers: that step reveals this one column and nothing else (Fast-dLLM's rule).
 """
 
-from dlmserve.worker.models.decoder import DecoderConfig, TensorNames
+from dlmserve.worker.models.config import DecoderConfig, TensorNames
 from dlmserve.worker.models.options import check_options
 
 NAMES = TensorNames(

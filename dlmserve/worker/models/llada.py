@@ -3,7 +3,7 @@
 Source: the public configuration and model file of GSAI-ML/LLaDA-8B.
 """
 
-from dlmserve.worker.models.decoder import DecoderConfig, TensorNames
+from dlmserve.worker.models.config import DecoderConfig, TensorNames
 from dlmserve.worker.models.options import check_options
 
 NAMES = TensorNames(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dlmserve.errors import CheckpointError
 from dlmserve.worker.models import dream
-from dlmserve.worker.models.decoder import DecoderConfig
+from dlmserve.worker.models.config import DecoderConfig
 from dlmserve.worker.models.moe import MoeConfig
 from dlmserve.worker.models.options import check_options
 

@@ -4,7 +4,7 @@ Source: the public configuration and model file of JetLM/SDAR-4B-Chat.
 """
 
 from dlmserve.worker.models import llada_moe
-from dlmserve.worker.models.decoder import DecoderConfig
+from dlmserve.worker.models.config import DecoderConfig
 from dlmserve.worker.models.options import check_options
 
 NAMES = llada_moe.NAMES
