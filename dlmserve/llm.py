@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from dlmserve.checkpoint import ModelInfo, read_model_info, resolve
 from dlmserve.errors import CheckpointError, ContextTooLong, RequestError
-from dlmserve.grid import Grid
 from dlmserve.messages import Admit, CacheMode, Decoding, Form, ModelSpec, RequestStep, RuleName
 from dlmserve.tokenizer import Tokenizer
 
@@ -159,7 +158,7 @@ class LLM:
 
     def _admit(self, index: int, prompt: Prompt, params: DecodingParams) -> Admit:
         ids = self._encode(prompt)
-        decoding, gen_length = make_decoding(params, self.info, self._cache, index, len(ids))
+        decoding, gen_length = make_decoding(params, self.info, self._cache, index)
         num_masks = decoding.grid.num_masks(len(ids), gen_length)
         if len(ids) + num_masks > self._max_len:
             raise ContextTooLong(
@@ -213,7 +212,7 @@ class LLM:
 
 
 def make_decoding(
-    params: DecodingParams, info: ModelInfo, cache: CacheMode, index: int, prompt_length: int
+    params: DecodingParams, info: ModelInfo, cache: CacheMode, index: int
 ) -> tuple[Decoding, int]:
     """The wire form of `params`, and the output length. Raises RequestError naming the parameter."""
     from dlmserve.config import parse_refresh
@@ -231,7 +230,7 @@ def make_decoding(
     rule: RuleName = rules[0] if rules else "threshold"
     value = given[rule] if rules else info.generation.get("threshold", 0.9)
     if rule == "steps":
-        num_blocks = Grid(block, info.block_causal).num_blocks(prompt_length, gen_length)
+        num_blocks = -(-gen_length // block)
         if value < num_blocks or value % num_blocks:
             raise RequestError(f"steps is {value}; wanted a multiple of the {num_blocks} blocks", "steps")
         value //= num_blocks

@@ -60,13 +60,12 @@ def run(llm: LLM, case: dict) -> list[Completion]:
 
 def run_blocks(llm: LLM, case: dict) -> Completion:
     """A case of a block-causal model: whole blocks, on and on past what its reference takes for an end."""
-    grid, start, length = Grid(case["block_length"], True), len(case["prompt"]), case["gen_length"]
+    block_length = case["block_length"]
+    length = Grid(block_length, True).num_masks(len(case["prompt"]), case["gen_length"])
     rule = {"threshold": case["threshold"]}
     if case["threshold"] is None:
-        rule = {"steps": case["steps_per_block"] * grid.num_blocks(start, length)}
-    params = DecodingParams(
-        grid.num_masks(start, length), grid.block_length, ignore_eos=True, cache=case.get("mode"), **rule
-    )
+        rule = {"steps": case["steps_per_block"] * -(-length // block_length)}
+    params = DecodingParams(length, block_length, ignore_eos=True, cache=case.get("mode"), **rule)
     [completion] = llm.generate([case["prompt"]], params)
     return completion
 

@@ -156,16 +156,12 @@ def test_a_requests_canvas_ends_with_a_block() -> None:
     assert (longest.limit, longest.output_end) == (512, 512)
 
 
-def test_steps_are_counted_in_blocks_of_the_grid() -> None:
-    assert spec_of(max_tokens=8, steps=6).decoding.value == 2.0, "8 tokens after 10 are in three blocks"
-    assert spec_of(max_tokens=8, steps=12).decoding.value == 4.0, (
-        "one token a step, also of a block half full"
-    )
-    for steps in (4, 15):
-        with pytest.raises(
-            RequestError, match="wanted a multiple of the number of blocks, 3, and at most 12"
-        ):
-            spec_of(max_tokens=8, steps=steps)
+def test_how_steps_are_shared_out_does_not_depend_on_where_the_prompt_ends() -> None:
+    for prompt in ([7] * 10, [7] * 12):
+        assert spec_of(max_tokens=8, steps=8, prompt=prompt).decoding.value == 4.0, "one token a step"
+        for steps in (5, 10):
+            with pytest.raises(RequestError, match="a multiple of the number of blocks, 2, and at most 8"):
+                spec_of(max_tokens=8, steps=steps, prompt=prompt)
 
 
 def test_there_is_no_infilling() -> None:

@@ -94,7 +94,7 @@ def test_a_model_without_a_mask_token_is_refused(golden_folder: Folder, tmp_path
             {"use_qk_norm": False},
             "use_qk_norm=False; LLaDA 2 is served with use_qk_norm=True",
         ),
-        ("llada_moe/model_A", {"moe_layer_freq": [1, 1]}, "moe_layer_freq for 2 layers; wanted .* 3"),
+        ("llada_moe/model_A", {"moe_layer_freq": [1, 1]}, r"moe_layer_freq=\[1, 1\]; .* its 3 layers"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(

@@ -117,9 +117,8 @@ def _make_spec(
         )
         raise RequestError(message, "suffix")
     num_masks, num_tokens = _lengths(request, len(prompt), len(suffix), grid, info, config)
-    num_blocks = grid.num_blocks(len(prompt), num_masks)
-    most_steps = num_blocks * grid.block_length if grid.block_causal else num_masks
-    rule, value = _rule(request, num_blocks, most_steps, config)
+    num_blocks = -(-num_tokens // grid.block_length)
+    rule, value = _rule(request, num_blocks, num_masks if suffix else num_blocks * grid.block_length, config)
     slo_ms = request.slo_ms if request.slo_ms is not None else config.slo_ms
     start = len(prompt)
     return RequestSpec(

@@ -77,7 +77,7 @@ def _run_batch(
 
 def _spec(ids: list[int], params: DecodingParams, info: ModelInfo) -> RequestSpec:
     """As the server makes it: output in whole blocks."""
-    decoding, gen_length = make_decoding(params, info, "dual", 0, len(ids))
+    decoding, gen_length = make_decoding(params, info, "dual", 0)
     num_masks = decoding.grid.num_masks(len(ids), gen_length)
     start = len(ids)
     canvas = ids + [info.mask_id] * num_masks

@@ -34,9 +34,9 @@ def read_config(config: dict) -> DecoderConfig:
     check_options(config, REQUIRED, "LLaDA-MoE")
     num_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     mixed = config["moe_layer_freq"]
-    if len(mixed) != num_layers:
+    if not isinstance(mixed, list) or len(mixed) != num_layers:
         raise CheckpointError(
-            f"config.json has moe_layer_freq for {len(mixed)} layers; wanted num_hidden_layers, {num_layers}"
+            f"config.json has moe_layer_freq={mixed!r}; LLaDA-MoE is served with a list for its {num_layers} layers"
         )
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return DecoderConfig(
