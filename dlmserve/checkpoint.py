@@ -20,8 +20,26 @@ ALIASES = {
     "dream-7b": "Dream-org/Dream-v0-Instruct-7B",
     "dream-7b-instruct": "Dream-org/Dream-v0-Instruct-7B",
     "dream-7b-base": "Dream-org/Dream-v0-Base-7B",
+    "llada-moe": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+    "llada-moe-instruct": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+    "llada-moe-base": "inclusionAI/LLaDA-MoE-7B-A1B-Base",
+    "sdar-1.7b": "JetLM/SDAR-1.7B-Chat",
+    "sdar-4b": "JetLM/SDAR-4B-Chat",
+    "sdar-8b": "JetLM/SDAR-8B-Chat",
+    "llada2-mini": "inclusionAI/LLaDA2.0-mini",
+    "llada2-flash": "inclusionAI/LLaDA2.0-flash",
 }
-ARCHITECTURES = {"LLaDAModelLM": "llada", "DreamModel": "dream"}
+ARCHITECTURES = {
+    "LLaDAModelLM": "llada",
+    "DreamModel": "dream",
+    "LLaDAMoEModelLM": "llada_moe",
+    "SDARForCausalLM": "sdar",
+    "LLaDA2MoeModelLM": "llada2",
+}
+# Families whose attention is block-causal, and the blocks they were trained with where config.json has no block_size.
+BLOCK_CAUSAL = {"sdar": 4, "llada2": 32}
+# Of families whose config.json does not name it.
+MASK_IDS = {"llada_moe": 156895, "llada2": 156895}
 # config.json of LLaDA and Dream name the fill token as EOS; a chat answer ends with the turn's own end token.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
 NUM_SAMPLES, SAMPLE_BYTES = 16, 4096  # of each weight file, for its fingerprint
@@ -41,6 +59,8 @@ class ModelInfo:
     max_model_len: int  # tokens of prompt + canvas
     num_heads: int
     generation: dict = field(default_factory=dict)  # generation_config.json: gen_length, block_length, ...
+    block_causal: bool = False  # a position sees its block and earlier ones only
+    trained_block_length: int | None = None
 
     @property
     def default_gen_length(self) -> int:
@@ -48,7 +68,7 @@ class ModelInfo:
 
     @property
     def default_block_length(self) -> int:
-        return self.generation.get("block_length") or 32
+        return self.generation.get("block_length") or self.trained_block_length or 32
 
 
 def resolve(model: str) -> str:
@@ -133,12 +153,14 @@ def read_model_info(folder: str, name: str | None = None) -> ModelInfo:
     config = read_json(folder, "config.json", required=True)
     generation = read_json(folder, "generation_config.json")
     family = _family(config, folder)
-    mask_id = _first(config.get("mask_token_id"), generation.get("mask_token_id"))
-    if mask_id is None:
+    llada = family == "llada"
+    vocab_size = config.get("embedding_size") or config["vocab_size"] if llada else config["vocab_size"]
+    mask_id = _first(config.get("mask_token_id"), generation.get("mask_token_id"), MASK_IDS.get(family))
+    if mask_id is None or not 0 <= mask_id < vocab_size:
         raise CheckpointError(
             f"{folder}/config.json has no mask_token_id: a diffusion language model needs one"
+            + (f", and {mask_id}, that of its family, is beyond its {vocab_size} tokens" if mask_id else "")
         )
-    llada = family == "llada"
     return ModelInfo(
         path=folder,
         name=name or os.path.basename(folder.rstrip("/")),
@@ -146,10 +168,14 @@ def read_model_info(folder: str, name: str | None = None) -> ModelInfo:
         mask_id=mask_id,
         eos_ids=_eos_ids(config, generation, folder),
         bos_id=_first(config.get("bos_token_id"), generation.get("bos_token_id")),
-        vocab_size=config.get("embedding_size") or config["vocab_size"] if llada else config["vocab_size"],
+        vocab_size=vocab_size,
         max_model_len=config["max_sequence_length"] if llada else config["max_position_embeddings"],
         num_heads=config["n_heads"] if llada else config["num_attention_heads"],
         generation=generation,
+        block_causal=family in BLOCK_CAUSAL,
+        trained_block_length=config.get("block_size", BLOCK_CAUSAL[family])
+        if family in BLOCK_CAUSAL
+        else None,
     )
 
 

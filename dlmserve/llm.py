@@ -135,10 +135,13 @@ class LLM:
             self._finish(admit, out, params)
         return outs
 
-    def logits(self, token_ids: list[int]):  # noqa: ANN201  (torch is imported lazily)
-        """Raw logits of one forward over a canvas: float32 tensor [len(token_ids), vocabulary]."""
+    def logits(self, token_ids: list[int], block_length: int | None = None):  # noqa: ANN201  (torch is imported lazily)
+        """Raw logits of one forward over a canvas: float32 tensor [len(token_ids), vocabulary].
+
+        A block-causal model sees it in blocks of `block_length`, its own where None; other models see it whole.
+        """
         self._check_ids(token_ids, allow_mask=True)
-        return self._instance.logits(token_ids)
+        return self._instance.logits(token_ids, block_length or self.info.default_block_length)
 
     @property
     def details(self) -> str:
@@ -156,8 +159,7 @@ class LLM:
     def _admit(self, index: int, prompt: Prompt, params: DecodingParams) -> Admit:
         ids = self._encode(prompt)
         decoding, gen_length = make_decoding(params, self.info, self._cache, index)
-        block = decoding.block_length
-        num_masks = -(-gen_length // block) * block
+        num_masks = decoding.grid.num_masks(len(ids), gen_length)
         if len(ids) + num_masks > self._max_len:
             raise ContextTooLong(
                 f"prompt of {len(ids)} tokens + canvas of {num_masks} exceeds the context of {self._max_len}",
@@ -247,6 +249,7 @@ def make_decoding(
             top_k=params.top_k,
             seed=seed + index,
             ignore_eos=params.ignore_eos,
+            block_causal=info.block_causal,
         ),
         gen_length,
     )

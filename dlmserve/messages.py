@@ -15,8 +15,9 @@ from typing import Literal
 import msgspec
 
 from dlmserve.errors import DlmServeError, NotFinite, OutOfPages, ProtocolError, WorkerError
+from dlmserve.grid import Grid
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 CacheMode = Literal["none", "prefix", "dual"]
 RuleName = Literal["threshold", "factor", "steps"]
@@ -31,6 +32,10 @@ class Decoding(msgspec.Struct, array_like=True, frozen=True):
 
     rule "threshold": unmask at confidence >= value; "factor": Fast-dLLM's factor rule with f = value;
     "steps": a fixed schedule of `value` steps per block.
+
+    `block_causal` is the model's: a position sees its own block and earlier ones, never later ones. What is behind
+    the current block is then never computed, and a finished block's K/V are final: "prefix" and "dual" are the same
+    exact cache, and `refresh_blocks` means nothing.
     """
 
     block_length: int = 32
@@ -44,6 +49,16 @@ class Decoding(msgspec.Struct, array_like=True, frozen=True):
     seed: int = 0
     ignore_eos: bool = False
     num_top: int = 0  # alternatives to report for each unmasked token (logprobs)
+    block_causal: bool = False
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.block_length, self.block_causal)
+
+    @property
+    def needs_pages(self) -> bool:
+        """Block-causal spans read their keys from pages also where nothing is kept from step to step."""
+        return self.cache != "none" or self.block_causal
 
 
 class Admit(Message, frozen=True):

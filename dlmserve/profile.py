@@ -92,8 +92,8 @@ def measure_degree(args: argparse.Namespace, info: ModelInfo, degree: int) -> tu
 
     lengths = args.context or [min(n, info.max_model_len) for n in CONTEXTS if n <= info.max_model_len]
     lengths = lengths or [info.max_model_len]
-    block_length = profiler.usable_block_length(info.default_block_length, min(lengths))
-    grid = profiler.full_grid(lengths, args.max_num_seqs, block_length)
+    decoding = profiler.made_up(info, min(lengths))
+    grid = profiler.full_grid(lengths, args.max_num_seqs, decoding.block_length)
     form = _form(args, info, degree, max(lengths))
     device = pick_device(args.device)
     instance = LocalInstance(form, device)
@@ -102,7 +102,7 @@ def measure_degree(args: argparse.Namespace, info: ModelInfo, degree: int) -> tu
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(f"TP degree {degree}", total=len(grid))
-            for points in profiler.measure(instance, grid, info.mask_id, block_length):  # noqa: B007
+            for points in profiler.measure(instance, grid, info.mask_id, decoding):  # noqa: B007
                 progress.advance(task)
     finally:
         instance.close()

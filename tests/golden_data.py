@@ -1,4 +1,4 @@
-"""The golden checkpoints and cases: what the public reference code of LLaDA and Dream computes.
+"""The golden checkpoints and cases: what the public reference code of each family computes.
 
 Weights follow the recipe of the cases: names in sorted order, one RandomState(seed), standard_normal(shape) times a
 scale by name suffix (norms: 1 + 0.1 z), float32; last, the head's row of the mask token is zeroed.
@@ -11,7 +11,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dlmserve import LLM, DecodingParams
+from dlmserve.grid import Grid
 from dlmserve.llm import Completion
+from tests.golden_shapes import SHAPES
 
 FOLDER = Path(__file__).parent / "golden"
 MASK_ID = {"A": 318, "B": 380}
@@ -25,7 +27,7 @@ def load(name: str) -> dict:
 def write_checkpoint(name: str, folder: Path) -> Path:
     """config.json and model.safetensors of e.g. "llada/model_A"."""
     spec = load(f"{name}.json")
-    shapes, head = {"llada": llada_shapes, "dream": dream_shapes}[spec["arch"]](spec["config"])
+    shapes, head = SHAPES[spec["arch"]](spec["config"])
     random = np.random.RandomState(spec["seed"])
     tensors = {}
     for tensor in sorted(shapes):
@@ -34,59 +36,14 @@ def write_checkpoint(name: str, folder: Path) -> Path:
         tensors[tensor] = weight.astype(np.float32)
     tensors[head][spec["mask_token_id"]] = 0.0
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(spec["config"]))
+    config = {"mask_token_id": spec["mask_token_id"], **spec["config"]}  # some families' config has none
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def _scale(tensor: str, scales: dict[str, float]) -> float:
     return scales[max((suffix for suffix in scales if tensor.endswith(suffix)), key=len)]
-
-
-def llada_shapes(c: dict) -> tuple[dict[str, tuple[int, ...]], str]:
-    d, mlp, vocab = c["d_model"], c["mlp_hidden_size"], c["embedding_size"]
-    kv = c["n_kv_heads"] * d // c["n_heads"]
-    root = "model.transformer."
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{root}wte.weight": (vocab, d),
-        f"{root}ln_f.weight": (d,),
-        f"{root}ff_out.weight": (vocab, d),
-    }
-    for i in range(c["n_layers"]):
-        block = f"{root}blocks.{i}."
-        for name, shape in (
-            ("attn_norm", (d,)),
-            ("ff_norm", (d,)),
-            ("q_proj", (d, d)),
-            ("k_proj", (kv, d)),
-            ("v_proj", (kv, d)),
-            ("attn_out", (d, d)),
-            ("ff_proj", (mlp, d)),
-            ("up_proj", (mlp, d)),
-            ("ff_out", (d, mlp)),
-        ):
-            shapes[f"{block}{name}.weight"] = shape
-    return shapes, f"{root}ff_out.weight"
-
-
-def dream_shapes(c: dict) -> tuple[dict[str, tuple[int, ...]], str]:
-    d, mlp, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
-    kv = c["num_key_value_heads"] * d // c["num_attention_heads"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocab, d),
-        "model.norm.weight": (d,),
-        "lm_head.weight": (vocab, d),
-    }
-    for i in range(c["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        shapes[f"{layer}input_layernorm.weight"] = shapes[f"{layer}post_attention_layernorm.weight"] = (d,)
-        for name, rows in (("q", d), ("k", kv), ("v", kv)):
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, d)
-            shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
-        shapes[f"{layer}self_attn.o_proj.weight"] = (d, d)
-        shapes[f"{layer}mlp.gate_proj.weight"] = shapes[f"{layer}mlp.up_proj.weight"] = (mlp, d)
-        shapes[f"{layer}mlp.down_proj.weight"] = (d, mlp)
-    return shapes, "lm_head.weight"
 
 
 def run(llm: LLM, case: dict) -> list[Completion]:
@@ -99,6 +56,18 @@ def run(llm: LLM, case: dict) -> list[Completion]:
         **rule_of(case),
     )
     return llm.generate(prompts_of(case), params)
+
+
+def run_blocks(llm: LLM, case: dict) -> Completion:
+    """A case of a block-causal model: whole blocks, on and on past what its reference takes for an end."""
+    block_length = case["block_length"]
+    length = Grid(block_length, True).num_masks(len(case["prompt"]), case["gen_length"])
+    rule = {"threshold": case["threshold"]}
+    if case["threshold"] is None:
+        rule = {"steps": case["steps_per_block"] * -(-length // block_length)}
+    params = DecodingParams(length, block_length, ignore_eos=True, cache=case.get("mode"), **rule)
+    [completion] = llm.generate([case["prompt"]], params)
+    return completion
 
 
 def rule_of(case: dict) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dlmserve import LLM, DecodingParams
+from dlmserve import LLM
 from dlmserve.checkpoint import ALIASES, read_model_info, resolve
 from dlmserve.errors import CheckpointError, ConfigError, UnsupportedModel
 from dlmserve.worker.weights import Ask, DummyWeights, SafetensorsWeights
@@ -44,10 +44,31 @@ def test_a_folder_that_is_no_checkpoint_says_what_is_missing(tmp_path: Path) -> 
 
 
 def test_an_unsupported_architecture_names_those_that_are(golden_folder: Folder, tmp_path: Path) -> None:
-    # LLaDA-MoE's config says model_type "llada" too: the architecture decides.
-    folder = edited(golden_folder("llada/model_A"), tmp_path / "moe", architectures=["LLaDAMoEModelLM"])
-    with pytest.raises(UnsupportedModel, match=r"LLaDAMoEModelLM.*supported: LLaDAModelLM, DreamModel"):
+    folder = edited(golden_folder("llada/model_A"), tmp_path / "m", architectures=["LLaDAUltraLM"])
+    with pytest.raises(UnsupportedModel, match=r"LLaDAUltraLM.*supported: LLaDAModelLM, DreamModel"):
         read_model_info(folder)
+
+
+def test_families_are_told_apart_by_their_architecture(golden_folder: Folder) -> None:
+    folders = [golden_folder(f"{family}/model_A") for family in ("llada", "llada_moe")]
+    configs = [json.loads((Path(folder) / "config.json").read_text()) for folder in folders]
+    assert [config["model_type"] for config in configs] == ["llada", "llada"]
+    assert [read_model_info(folder).family for folder in folders] == ["llada", "llada_moe"]
+
+
+def test_a_block_causal_models_blocks_are_those_it_was_trained_with(golden_folder: Folder) -> None:
+    infos = [read_model_info(golden_folder(f"{family}/model_A")) for family in ("sdar", "llada2", "dream")]
+    assert [info.block_causal for info in infos] == [True, True, False]
+    assert [info.default_block_length for info in infos] == [4, 32, 32]
+
+
+def test_a_mask_token_that_no_config_names_is_the_familys(golden_folder: Folder, tmp_path: Path) -> None:
+    changes = {"mask_token_id": None, "vocab_size": 157184}
+    folder = edited(golden_folder("llada_moe/model_A"), tmp_path / "real", **changes)
+    assert read_model_info(folder).mask_id == 156895
+    small = edited(golden_folder("llada_moe/model_A"), tmp_path / "small", mask_token_id=None)
+    with pytest.raises(CheckpointError, match="no mask_token_id.*156895.*beyond its 320 tokens"):
+        read_model_info(small)
 
 
 def test_a_model_without_a_mask_token_is_refused(golden_folder: Folder, tmp_path: Path) -> None:
@@ -63,6 +84,17 @@ def test_a_model_without_a_mask_token_is_refused(golden_folder: Folder, tmp_path
         ("llada/model_A", {"mlp_hidden_size": 96}, r"has shape \(160, 64\); config.json implies \(96, 64\)"),
         ("llada/model_A", {"n_layers": 4}, "no tensor model.transformer.blocks.3"),
         ("dream/model_A", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llada_moe/model_A", {"norm_topk_prob": True}, "LLaDA-MoE is served with norm_topk_prob=False"),
+        ("llada_moe/model_A", {"clip_qkv": 8.0}, "clip_qkv=8.0; LLaDA-MoE is served with clip_qkv=None"),
+        ("llada_moe/model_A", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
+        ("sdar/model_A", {"use_sliding_window": True}, "SDAR is served with use_sliding_window=False"),
+        ("llada2/model_A", {"score_function": "softmax"}, "LLaDA 2 is served with score_function='sigmoid'"),
+        (
+            "llada2/model_A",
+            {"use_qk_norm": False},
+            "use_qk_norm=False; LLaDA 2 is served with use_qk_norm=True",
+        ),
+        ("llada_moe/model_A", {"moe_layer_freq": [1, 1]}, r"moe_layer_freq=\[1, 1\]; .* its 3 layers"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(
@@ -76,7 +108,7 @@ def test_a_tp_degree_that_does_not_divide_the_heads_is_refused(golden_folder: Fo
     folder = edited(golden_folder("llada/model_A"), tmp_path / "m", n_heads=1, n_kv_heads=1)
     with pytest.raises(ConfigError, match="TP degree 2 does not divide the model's 1 attention heads"):
         from dlmserve.worker.models import read_config
-        from dlmserve.worker.models.decoder import shard_of
+        from dlmserve.worker.models.config import shard_of
 
         shard_of(read_config(read_model_info(folder)), 0, 2)
 
@@ -122,6 +154,3 @@ def test_dummy_weights_are_the_same_for_every_slicing(golden_folder: Folder) -> 
     full = weights.get(Ask("a.weight", (8, 6)))
     assert torch.equal(torch.cat([weights.get(Ask("a.weight", (8, 6), 0, s, s + 4)) for s in (0, 4)]), full)
     assert not torch.equal(weights.get(Ask("b.weight", (8, 6))), full)
-    llm = LLM(golden_folder("dream/model_B"), load_format="dummy")
-    (out,) = llm.generate([[1, 2, 3]], DecodingParams(gen_length=8, block_length=8, ignore_eos=True))
-    assert len(out.token_ids) == 8

@@ -21,7 +21,8 @@ HEAVY = {"catboost", "cvxpy", "torch", "transformers"}
 MAY_USE = {
     "errors": set(),
     "logs": {"errors"},
-    "messages": {"errors"},
+    "grid": set(),
+    "messages": {"errors", "grid"},
     "keys": {"errors"},
     "config": {"errors", "messages"},
     "checkpoint": {"errors"},
@@ -34,7 +35,7 @@ MAY_USE = {
     "simulation": {"errors", "messages", "config", "control/policy"},
     "simulator": {"errors", "messages", "config", "control/policy", "control/planning", "simulation"},
     "server": {
-        "errors", "logs", "messages", "config", "checkpoint", "tokenizer", "control", "control/policy",
+        "errors", "logs", "grid", "messages", "config", "checkpoint", "tokenizer", "control", "control/policy",
     },
     "kernels": {"errors"},
     "worker/lifeline": {"errors", "keys", "messages", "config", "transport"},

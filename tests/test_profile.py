@@ -17,7 +17,7 @@ from dlmserve.errors import ConfigError
 from dlmserve.messages import Cancel, Form, ModelSpec
 from dlmserve.profiles import ProfileKey
 from dlmserve.worker.parallel import SOLO
-from dlmserve.worker.profiler import Batch, full_grid, measure, quick_grid, step_times
+from dlmserve.worker.profiler import Batch, full_grid, made_up, measure, quick_grid, step_times
 from tests.story import Story
 
 KEY = ProfileKey("/models/tiny", "auto", "a processor", "auto", threads=1, tp_degree=1)
@@ -47,7 +47,7 @@ def test_a_file_that_is_no_profile_counts_as_none(content: str) -> None:
 
 def test_every_step_of_a_measured_batch_is_of_the_kinds_it_asks_for(tiny: LLM) -> None:
     grid = [Batch(2, 96, 2, mixed=False), Batch(2, 96, 2, mixed=True)]
-    first, both = measure(tiny._instance, grid, tiny.info.mask_id, 32)
+    first, both = measure(tiny._instance, grid, tiny.info.mask_id, made_up(tiny.info, 512))
     # Two recompute steps of both (96 tokens each), two cache steps of both (32 each).
     assert [point[:2] for point in first] == [(64, 2), (192, 2)]
     # One starts alone, then every step is a recompute of one and a cache step of the other.
@@ -71,7 +71,11 @@ def test_an_instance_measures_once_and_then_reads(tiny: LLM, tmp_path: Path) -> 
 def test_all_ranks_stop_where_they_agree_to(tiny: LLM) -> None:
     answers = iter([0.0, 5.0])
     grid = quick_grid(max_len=96, max_requests=4, block_length=32)
-    measured = list(measure(tiny._instance, grid, tiny.info.mask_id, 32, lambda _: next(answers), 2.0))
+    measured = list(
+        measure(
+            tiny._instance, grid, tiny.info.mask_id, made_up(tiny.info, 512), lambda _: next(answers), 2.0
+        )
+    )
     assert len(measured) == 1
 
 

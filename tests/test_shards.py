@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlmserve.checkpoint import read_model_info, resolve
+from dlmserve.checkpoint import ModelInfo, read_model_info, resolve
 from dlmserve.messages import Form, ModelSpec
 from dlmserve.worker.build import build_engine
 from dlmserve.worker.engine import Engine
@@ -11,7 +11,7 @@ from dlmserve.worker.parallel import Group
 from dlmserve.worker.shards import KeptShards
 from dlmserve.worker.weights import Ask
 
-INFO = read_model_info(resolve("tiny"))
+TINY = read_model_info(resolve("tiny"))
 
 
 class Alone(Group):
@@ -24,12 +24,14 @@ class Alone(Group):
         return torch.stack([t] * self.size)
 
 
-def spec(dtype: str = "float32") -> ModelSpec:
-    return ModelSpec(INFO.path, "auto", dtype, INFO.mask_id, list(INFO.eos_ids))
+def spec(dtype: str = "float32", info: ModelInfo = TINY) -> ModelSpec:
+    return ModelSpec(info.path, "auto", dtype, info.mask_id, list(info.eos_ids))
 
 
-def build(rank: int, size: int, kept: KeptShards | None = None, dtype: str = "float32") -> Engine:
-    form = Form("i", rank, size, [], "", spec(dtype), 64, 1, 2, 32, 10.0)
+def build(
+    rank: int, size: int, kept: KeptShards | None = None, dtype: str = "float32", info: ModelInfo = TINY
+) -> Engine:
+    form = Form("i", rank, size, [], "", spec(dtype, info), 64, 1, 2, 32, 10.0)
     return build_engine(form, "cpu", Alone(rank, size), kept)
 
 
@@ -37,10 +39,10 @@ def tensors(engine: Engine) -> dict[Ask, torch.Tensor]:
     return {shard.ask: shard.take() for shard in engine.shards()}
 
 
-def regroup(engine: Engine, rank: int, size: int) -> Engine:
+def regroup(engine: Engine, rank: int, size: int, info: ModelInfo = TINY) -> Engine:
     kept = KeptShards()
-    kept.keep(spec(), engine.shards())
-    return build(rank, size, kept)
+    kept.keep(spec(info=info), engine.shards())
+    return build(rank, size, kept, info=info)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dlmserve.worker import memory
 from dlmserve.worker.attention import choose
 from dlmserve.worker.build import build_on
 from dlmserve.worker.engine import Engine
+from dlmserve.worker.models import decoder
 from dlmserve.worker.parallel import SOLO, Group
 from tests.traced_gpu import DEVICE, Largest, TracedGpu, TracedGroup, traced_gpu
 
@@ -37,7 +38,31 @@ DREAM = {
     "eos_token_id": 151643,
     "mask_token_id": 151666,
 }
-FAMILIES = {"llada": LLADA, "dream": DREAM}
+LLADA2 = {
+    "architectures": ["LLaDA2MoeModelLM"],
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 5120,
+    "num_experts": 16,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 512,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+    "vocab_size": 157184,
+    "max_position_embeddings": 32768,
+    "rope_theta": 600000,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 156892,
+    "mask_token_id": 156895,
+}
+FAMILIES = {"llada": LLADA, "dream": DREAM, "llada2": LLADA2}
 PROMPT, OUTPUT, BLOCK = 200, 64, 32
 
 
@@ -188,6 +213,23 @@ def test_before_torch_2_13_the_operator_below_varlen_attn_is_called(
     engine = make_engine()
     assert "torch's flash attention" in engine.details
     assert run(engine, [admit(i, **kind) for i, kind in enumerate(EVERY_KIND)]) == {True, False}
+
+
+def test_experts_and_blocks_make_no_one_wait(make_engine: Callable[..., Engine]) -> None:
+    """The host would wait for an expert's number of tokens: fake tensors have none to give."""
+    engine = make_engine("llada2", max_num_seqs=1)
+    assert "experts in grouped products" in engine.details
+    assert run(engine, [admit(0, "llada2", block_causal=True)], num_steps=3) == {True, False}
+    assert engine._runner.num_replays > 0
+
+
+def test_experts_that_are_looped_over_are_not_captured(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "grouped_fits", lambda *args: False)
+    monkeypatch.setattr(Engine, "warm_up", lambda *args: None)
+    engine = make_engine("llada2", max_num_seqs=1)
+    assert "no graphs, experts one by one, which no graph captures" in engine.details
 
 
 def test_a_rank_of_two(make_engine: Callable[..., Engine]) -> None:

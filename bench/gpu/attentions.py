@@ -39,9 +39,7 @@ def _compare(setting: Setting, page_size: int, scattered: bool) -> list[dict]:
             rows.append({"name": name, "page_size": page_size, "scattered": scattered, "error": str(error)})
             continue
         ends = np.cumsum([span.end - span.start for span in spans])
-        packed = pack(
-            spans, np.zeros(length, dtype=np.int64), ends - 1, np.arange(len(ends) + 1), attention.plan
-        )
+        packed = pack(spans, np.zeros(length, dtype=np.int64), ends - 1, attention.plan)
         index = Staging(make_device(setting.device)).put(packed.arrays)
         shape = (packed.num_tokens, heads, head_dim)
         generator = torch.Generator(setting.device).manual_seed(1)

@@ -140,6 +140,8 @@ def _describe(config: ServerConfig, info: ModelInfo) -> None:
         config.device,
         config.max_num_seqs,
     )
+    if info.block_causal:
+        log.info("%s is block-causal: its cache is exact, and nothing is refreshed", info.name)
     log.info(
         "decoding: cache %s, refresh %s, block length %d, thresholds %s",
         config.cache,

@@ -11,6 +11,7 @@ from dlmserve.checkpoint import ModelInfo
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.request import RequestSpec
 from dlmserve.errors import ContextTooLong, RequestError
+from dlmserve.grid import Grid
 from dlmserve.messages import Decoding, RuleName
 from dlmserve.server.schema import Prompt, Request
 from dlmserve.tokenizer import Tokenizer
@@ -109,9 +110,15 @@ def _make_spec(
     config: ServerConfig,
     seed: int,
 ) -> RequestSpec:
-    block_length = request.block_length or default_block_length(info, config)
-    num_masks, num_tokens = _lengths(request, len(prompt), len(suffix), block_length, info, config)
-    rule, value = _rule(request, -(-num_masks // block_length), num_masks, config)
+    grid = Grid(request.block_length or default_block_length(info, config), info.block_causal)
+    if suffix and info.block_causal:
+        message = (
+            f"suffix is given, but {info.name} is block-causal: its answer cannot see what comes after it"
+        )
+        raise RequestError(message, "suffix")
+    num_masks, num_tokens = _lengths(request, len(prompt), len(suffix), grid, info, config)
+    num_blocks = -(-num_tokens // grid.block_length)
+    rule, value = _rule(request, num_blocks, num_masks if suffix else num_blocks * grid.block_length, config)
     slo_ms = request.slo_ms if request.slo_ms is not None else config.slo_ms
     start = len(prompt)
     return RequestSpec(
@@ -121,7 +128,7 @@ def _make_spec(
         output_end=start + num_masks,
         limit=start + num_tokens,
         decoding=Decoding(
-            block_length=block_length,
+            block_length=grid.block_length,
             cache=request.cache or config.cache,
             refresh_blocks=config.refresh_blocks,
             rule=rule,
@@ -132,6 +139,7 @@ def _make_spec(
             seed=seed % 2**63,
             ignore_eos=request.ignore_eos,
             num_top=request.logprobs or 0,
+            block_causal=grid.block_causal,
         ),
         slo_s=None if slo_ms is None else slo_ms / 1000,
         priority=request.priority,
@@ -164,7 +172,7 @@ def _lengths(
     request: Request,
     num_prompt: int,
     num_suffix: int,
-    block_length: int,
+    grid: Grid,
     info: ModelInfo,
     config: ServerConfig,
 ) -> tuple[int, int]:
@@ -175,13 +183,16 @@ def _lengths(
     """
     context = context_length(info, config)
     room = context - num_prompt - num_suffix
-    unit = 1 if num_suffix else block_length
+    if num_suffix:
+        grid = grid._replace(block_length=1)
     num_tokens = request.max_tokens
     if num_tokens is None:
-        num_tokens = max(1, min(info.default_gen_length, room // unit * unit))
-    num_masks = -(-num_tokens // unit) * unit
+        num_tokens = max(1, min(info.default_gen_length, grid.most_masks(num_prompt, room)))
+    num_masks = grid.num_masks(num_prompt, num_tokens)
     if num_masks > room:
-        rounded = f" ({num_tokens} rounded up to blocks of {block_length})" if num_masks != num_tokens else ""
+        rounded = (
+            f" ({num_tokens} rounded up to blocks of {grid.block_length})" if num_masks != num_tokens else ""
+        )
         suffix = f" + {num_suffix} of suffix" if num_suffix else ""
         raise ContextTooLong(
             f"{num_prompt} tokens of prompt + {num_masks} to generate{rounded}{suffix} do not fit "
@@ -191,11 +202,11 @@ def _lengths(
     return num_masks, num_tokens
 
 
-def _rule(request: Request, num_blocks: int, num_masks: int, config: ServerConfig) -> tuple[RuleName, float]:
+def _rule(request: Request, num_blocks: int, most_steps: int, config: ServerConfig) -> tuple[RuleName, float]:
     """The unmasking rule and its first value. Decoding counts steps per block, the API in total."""
     if request.steps is not None:
-        if request.steps % num_blocks or request.steps > num_masks:
-            wanted = f"a multiple of the number of blocks, {num_blocks}, and at most {num_masks}"
+        if request.steps % num_blocks or request.steps > most_steps:
+            wanted = f"a multiple of the number of blocks, {num_blocks}, and at most {most_steps}"
             raise RequestError(f"steps is {request.steps}; wanted {wanted}", "steps")
         return "steps", request.steps // num_blocks
     if request.threshold is not None:

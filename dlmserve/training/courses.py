@@ -78,7 +78,7 @@ def _run_batch(
 def _spec(ids: list[int], params: DecodingParams, info: ModelInfo) -> RequestSpec:
     """As the server makes it: output in whole blocks."""
     decoding, gen_length = make_decoding(params, info, "dual", 0)
-    num_masks = -(-gen_length // decoding.block_length) * decoding.block_length
+    num_masks = decoding.grid.num_masks(len(ids), gen_length)
     start = len(ids)
     canvas = ids + [info.mask_id] * num_masks
     return RequestSpec("", canvas, start, len(canvas), start + gen_length, decoding)

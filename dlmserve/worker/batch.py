@@ -17,7 +17,8 @@ class Span(NamedTuple):
     """The part of one canvas that a step computes: columns start .. end - 1 of its `num_tokens`.
 
     The canvas begins at `place` of a flat array that holds all of them. Without `slots` nothing is cached (then the
-    span is the whole canvas and attends to itself).
+    span is the whole canvas and attends to itself). With a `block_length` the model is block-causal, and the span
+    begins and ends with blocks: a query sees the keys up to its block's end, all of them in the cache.
     """
 
     place: int
@@ -25,10 +26,27 @@ class Span(NamedTuple):
     start: int
     end: int
     slots: Slots | None
+    block_length: int = 0
 
     @property
     def is_whole(self) -> bool:
-        return self.start == 0 and self.end == self.num_tokens
+        """It attends to itself."""
+        return not self.block_length and self.start == 0 and self.end == self.num_tokens
+
+    @property
+    def num_keys(self) -> int:
+        """The canvas's first so many columns are seen: by its last block, where it has several."""
+        return self.end if self.block_length else self.num_tokens
+
+    def by_blocks(self) -> "list[Span]":
+        """Itself or, block-causal, a span for each block: then all of a span's queries see the same keys.
+
+        A batch's K/V are written before any of its queries attends, so the parts may share a step.
+        """
+        if not self.block_length:
+            return [self]
+        bounds = [*range(self.start, self.end, self.block_length), self.end]
+        return [self._replace(start=start, end=end) for start, end in zip(bounds, bounds[1:], strict=False)]
 
     @property
     def order(self) -> int:
@@ -38,13 +56,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's share of the packed batch: its queries, its wanted rows, and where its keys are."""
+    """One request's share of the packed batch, or a block of it: its queries, wanted rows, and where its keys are."""
 
     start: int  # first packed token
     end: int
     row_start: int  # first of its wanted rows
     row_end: int
     slots: Slots | None  # None: the keys are the packed span itself
+    num_keys: int  # in the first of the slots, else of the span
 
     @property
     def rows(self) -> slice:
@@ -87,16 +106,14 @@ def pack(
     spans: list[Span],
     canvases: np.ndarray,
     rows: np.ndarray,
-    offsets: np.ndarray,
     plan: Callable[[list[Segment]], Any],
 ) -> Packed:
     """Spans end to end; they come in ascending `order`.
 
-    canvases: the flat array. rows [M]: the packed tokens whose hidden states are wanted, in ascending order; those of
-    span i are rows[offsets[i]] .. rows[offsets[i + 1] - 1].
+    canvases: the flat array. rows [M]: the packed tokens whose hidden states are wanted, in ascending order.
     """
     starts = [*starts_of(spans).tolist(), sum(span.end - span.start for span in spans)]
-    row_starts = offsets.tolist()
+    row_starts = rows.searchsorted(starts).tolist()
     segments = [
         Segment(
             starts[i],
@@ -104,6 +121,7 @@ def pack(
             row_starts[i],
             row_starts[i + 1],
             None if span.is_whole else span.slots,
+            span.num_keys,
         )
         for i, span in enumerate(spans)
     ]

@@ -37,11 +37,13 @@ def build_engine(form: Form, device: str, group: Group, kept: KeptShards | None 
 def build_on(
     device: Device, form: Form, group: Group, with_graphs: bool, kept: KeptShards | None = None
 ) -> Engine:
-    """The same on a given device. Graphs are captured where the attention fits them, too."""
+    """The same on a given device. Graphs are captured where attention and model fit them, too."""
     info = replace(read_model_info(form.model.path), max_model_len=form.max_model_len)
     config = read_config(info)
     dtype = _dtype(form.model.dtype, device.name)
-    chosen = attention.choose(form.attention, device.name, dtype, config.head_dim, form.page_size)
+    chosen = attention.choose(
+        form.attention, device.name, dtype, config.head_dim, form.page_size, config.block_causal
+    )
     with device.named_errors():
         files = open_weights(info.path, form.model.load_format, dtype, device.name)
         weights = (kept or KeptShards()).over(form.model, files)
@@ -52,9 +54,12 @@ def build_on(
         kv_heads = model.shard.kv_heads[1] - model.shard.kv_heads[0]
         shape = (config.num_layers, num_pages, form.page_size, kv_heads, config.head_dim)
         cache = KVCache(*shape, dtype, device.name)
-        graphs = Graphs(model, cache, device) if with_graphs and chosen.fits_graphs else None
+        fits = chosen.fits_graphs and model.fits_graphs
+        graphs = Graphs(model, cache, device) if with_graphs and fits else None
         if graphs:
-            limits = (form.max_num_seqs, form.max_model_len, form.page_size)
+            # Of a block-causal model also recompute steps are captured, two blocks of each request.
+            most_spans = form.max_num_seqs * (2 if config.block_causal else 1)
+            limits = (most_spans, form.max_model_len, form.page_size)
             for bucket in usual_buckets(info.default_block_length, *limits):
                 graphs.get(bucket)
         runner = Runner(model, cache, device, graphs)
@@ -62,7 +67,7 @@ def build_on(
         engine.num_bytes_read = num_bytes_read
         if form.hidden_reader and form.tp_rank == 0:
             engine.hidden_reader = load_reader(form.hidden_reader, config.hidden_size, device.name)
-        engine.warm_up(min(WARM_UP_TOKENS, form.max_model_len))
+        engine.warm_up(min(WARM_UP_TOKENS, form.max_model_len, num_pages * form.page_size))
     return engine
 
 

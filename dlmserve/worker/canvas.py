@@ -1,7 +1,9 @@
 """A request on an instance: its canvas, the block it is in, and the span its next step computes.
 
 Numbers only: knows nothing of the model, of K/V tensors or of how confidences come about. Blocks are decoded left
-to right; a block's first step is a recompute step, the later ones are cache steps (`none`: all recompute).
+to right; a block's first step is a recompute step, the later ones are cache steps (`none`: all recompute). Of a
+block-causal model a recompute step covers what was unmasked since the last one, whose K/V are final then, and the
+block; the first one everything before it, too.
 """
 
 from typing import Literal, NamedTuple
@@ -80,17 +82,19 @@ class Resident:
         self._eos_ids = frozenset() if admit.decoding.ignore_eos else eos_ids
         self._prefix_end = admit.output_start  # no mask before it
         self.has_end_token = bool(self._eos_ids.intersection(admit.canvas[admit.output_start :]))
+        self._grid = admit.decoding.grid
         self._cache_is_whole = False  # the cache holds the whole canvas, from some earlier block on
+        self._num_final = 0  # block-causal: columns before this one have their final K/V in the cache
         self.needs_recompute = True  # at a block's start: it could leave at no cost
-        self._block_start = admit.output_start
+        self._block_start = self._first_block = self._grid.start(admit.output_start)
         self._move_to_masked_block()
         if self._block_start >= self._output_end:
             raise WorkerError(f"request {admit.request} has no masked position left; wanted at least one")
 
     @property
     def block(self) -> int:
-        """Index of the current block, counted from the first output position."""
-        return (self._block_start - self._output_start) // self.decoding.block_length
+        """Index of the current block, counted from the one with the first output position."""
+        return (self._block_start - self._first_block) // self.decoding.block_length
 
     @property
     def steps_quota(self) -> int:
@@ -116,13 +120,17 @@ class Resident:
         """
         first, last = self._block_start, self._block_end
         forced = bool(self._shifted and self.needs_recompute and self.tokens[first] == self._mask_id)
-        span = Span(self.place, len(self.tokens), *self._columns(), self.slots)
+        unit = self._grid.block_length if self._grid.block_causal else 0
+        span = Span(self.place, len(self.tokens), *self._columns(), self.slots, unit)
         recompute = self.needs_recompute or self.decoding.cache == "none"
         end = first + 1 if forced else last
         return Part(self, span, first, end, forced, recompute, self.needs_recompute, self.block)
 
     def _columns(self) -> tuple[int, int]:
         length, cache = len(self.tokens), self.decoding.cache
+        if self._grid.block_causal:
+            start = self._num_final if self.needs_recompute else self._block_start
+            return 0 if cache == "none" else start, self._block_end
         if cache == "none":
             return 0, length
         if self.needs_recompute:
@@ -136,6 +144,7 @@ class Resident:
         self.steps_in_block += 1
         self.needs_recompute = False
         self._cache_is_whole = True
+        self._num_final = self._block_start
 
     def see_end_token(self) -> None:
         """One was unmasked."""

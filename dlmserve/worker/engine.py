@@ -38,6 +38,8 @@ from dlmserve.worker.sampling import RowGroup, Sampler
 from dlmserve.worker.shards import Shard
 from dlmserve.worker.step_plan import Masked, StepPlan
 
+NOBODY = -1  # in the place of a request's number
+
 
 @dataclass(frozen=True)
 class Flight:
@@ -118,14 +120,18 @@ class Engine:
                     self._residents[request].release_asked = True
 
     def _admit(self, admit: Admit) -> None:
-        shifted = self._model.config.shifted_logits
+        shifted, block_causal = self._model.config.shifted_logits, self._model.config.block_causal
         try:
+            if admit.decoding.block_causal != block_causal:
+                raise WorkerError(
+                    f"decoding says block_causal {admit.decoding.block_causal}; the model's is {block_causal}"
+                )
             resident = Resident(admit, self._mask_id, self._eos_ids, shifted)
             if len(resident.tokens) > self._model.config.max_len:
                 raise WorkerError(
                     f"a canvas of {len(resident.tokens)} tokens exceeds {self._model.config.max_len}"
                 )
-            if admit.decoding.cache != "none":
+            if admit.decoding.needs_pages:
                 resident.slots = self._cache.reserve(admit.request, len(resident.tokens))
         except DlmServeError as error:
             kind = "no_pages" if isinstance(error, OutOfPages) else "refused"
@@ -204,8 +210,8 @@ class Engine:
         """
         arrays, on_device = decision.arrays(rules, masked.offsets), self._runner.device.queues
         staged = self._sampler.arrays(groups) | (arrays if on_device else {})
-        rows = (plan.rows[masked.at], masked.offsets)
-        hidden, index = self._runner.run(plan.placement, self._canvases.flat, *rows, staged)
+        rows = plan.rows[masked.at]
+        hidden, index = self._runner.run(plan.placement, self._canvases.flat, rows, staged)
         drawn = self._sampler.draw(hidden, groups, index)
         if on_device:
             decided = decision.decide_on_device(drawn.parts, index, self._model.config.shifted_logits)
@@ -317,13 +323,19 @@ class Engine:
                 self._next = None
 
     @torch.inference_mode()
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Raw logits of one forward over a canvas, float32 [len(tokens), vocab]; touches no request."""
+    def logits(self, tokens: list[int], block_length: int = 0) -> torch.Tensor:
+        """Raw logits of one forward over a canvas, float32 [len(tokens), vocab]; touches no request.
+
+        A block-causal model sees it in blocks of `block_length` (0: in one), and needs free pages: raises OutOfPages.
+        """
         canvas = np.array(tokens, dtype=np.int64)
-        rows, offsets = np.arange(len(canvas)), np.array([0, len(canvas)])
-        placement = self._runner.place([Span(0, len(canvas), 0, len(canvas), None)])
-        hidden, _ = self._runner.run(placement, canvas, rows, offsets, {})
+        causal = self._model.config.block_causal
+        slots = self._cache.reserve(NOBODY, len(canvas)) if causal else None
+        unit = (block_length or len(canvas)) if causal else 0
+        placement = self._runner.place([Span(0, len(canvas), 0, len(canvas), slots, unit)])
+        hidden, _ = self._runner.run(placement, canvas, np.arange(len(canvas)), {})
         logits = self._sampler.full_logits(hidden)
+        self._cache.pages.free(NOBODY)
         self._runner.device.wait()  # whoever comes next writes to the buffer that this canvas is copied from
         return logits
 
@@ -334,10 +346,11 @@ class Engine:
         began_at = time.perf_counter()
         self.logits([self._mask_id] * num_tokens)
         self.token_s = (time.perf_counter() - began_at) / num_tokens
-        decoding = Decoding(block_length=num_tokens, cache="none")
-        self._admit(Admit(-1, [self._mask_id] * num_tokens, 0, num_tokens, num_tokens, decoding))
+        causal = self._model.config.block_causal
+        decoding = Decoding(block_length=num_tokens, cache="none", block_causal=causal)
+        self._admit(Admit(NOBODY, [self._mask_id] * num_tokens, 0, num_tokens, num_tokens, decoding))
         self.step()
-        self._remove(-1)
+        self._remove(NOBODY)
 
     def shards(self) -> list[Shard]:
         """Its weights, for the next engine of this rank."""

@@ -39,8 +39,11 @@ class Bucket:
 
 
 def bucket_of(spans: list[Span], page_size: int) -> Bucket | None:
-    """None for a step that is run as it is: large ones, and those with spans that do not read the cache."""
-    if any(span.slots is None or span.is_whole for span in spans):
+    """None for a step that is run as it is: large ones, and those with spans that do not read the cache.
+
+    Those that begin at column 0 are whole canvases, or prompts, whose lengths would each want a graph of their own.
+    """
+    if any(span.slots is None or span.start == 0 for span in spans):
         return None
     longest = max(span.end - span.start for span in spans)
     num_tokens = max(span.num_tokens for span in spans)
@@ -141,9 +144,10 @@ class Graph:
 
     def seat(self, spans: list[Span]) -> Seats | None:
         """None where the attention would have to copy some request's keys: lengths of copies cannot be captured."""
-        slots = [span.slots for span in spans if span.slots is not None]
-        slots += [self._cache.scratch] * (self._bucket.num_spans - len(slots))
-        plan = self._attention.plan_rectangle(slots, self._bucket.span_len, self._bucket.num_pages)
+        keys = [(span.slots, span.num_keys) for span in spans if span.slots is not None]
+        scratch = self._cache.scratch
+        keys += [(scratch, scratch.num_tokens)] * (self._bucket.num_spans - len(keys))
+        plan = self._attention.plan_rectangle(keys, self._bucket.span_len, self._bucket.num_pages)
         if plan is None:
             return None
         shape = (self._bucket.num_spans, self._bucket.span_len)

@@ -77,9 +77,9 @@ class LocalInstance:
     def read_hidden(self, reader: HiddenReader) -> None:
         self._engine.hidden_reader = reader
 
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        self._tell(("logits", tokens))
-        return self._engine.logits(tokens)
+    def logits(self, tokens: list[int], block_length: int) -> torch.Tensor:
+        self._tell(("logits", (tokens, block_length)))
+        return self._engine.logits(tokens, block_length)
 
     def _tell(self, order: tuple) -> None:
         for pipe in self._pipes:
@@ -121,7 +121,7 @@ def _follow(pipe: Connection, form: Form, device: str) -> None:
         except EOFError:
             return
         if what == "logits":
-            engine.logits(content)
+            engine.logits(*content)
             continue
         for command in content:
             engine.apply(command)

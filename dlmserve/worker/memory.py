@@ -58,9 +58,9 @@ def _largest_step(form: Form, model: Decoder, device: Device) -> None:
     count = min(form.max_num_seqs, max(1, MAX_STEP_TOKENS // len(canvas)))
     spans = [Span(0, len(canvas), 0, len(canvas), None)] * count
     rows = (block + np.arange(count)[:, None] * len(canvas)).reshape(-1)
-    offsets = np.arange(count + 1) * len(block)
-    groups = [RowGroup(start, start + len(block), block, 0, _COSTLIEST) for start in offsets[:-1].tolist()]
-    packed = pack(spans, canvas, rows, offsets, model.attention.plan)
+    starts = range(0, len(rows), len(block))
+    groups = [RowGroup(start, start + len(block), block, 0, _COSTLIEST) for start in starts]
+    packed = pack(spans, canvas, rows, model.attention.plan)
     tensors = Staging(device).put(packed.arrays | Sampler.arrays(groups))
     hidden = model.forward(on_device(packed, tensors), None)
     sampler = Sampler(model, form.model.mask_id)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from dlmserve import profiles
-from dlmserve.checkpoint import read_model_info
+from dlmserve.checkpoint import ModelInfo, read_model_info
 from dlmserve.messages import Admit, Command, Decoding, Form
 from dlmserve.profiles import Points, ProfileKey
 from dlmserve.worker.parallel import Group
@@ -69,7 +69,7 @@ def measure(
     steps: Steps,
     grid: Sequence[Batch],
     mask_id: int,
-    block_length: int,
+    decoding: Decoding,
     agree: Callable[[float], float] = lambda spent_s: spent_s,
     limit_s: float = float("inf"),
 ) -> Iterator[Points]:
@@ -80,21 +80,26 @@ def measure(
     same number on all ranks, of this rank's: they must take the same steps.
     """
     samples: dict[tuple[int, int], list[float]] = {}
-    _run(steps, grid[0], mask_id, block_length)  # what happens once only is not to be measured
+    _run(steps, grid[0], mask_id, decoding)  # what happens once only is not to be measured
     began_at = time.perf_counter()
     for batch in grid:
         if agree(time.perf_counter() - began_at) > limit_s:
             return
-        for num_tokens, num_requests, seconds in _run(steps, batch, mask_id, block_length):
+        for num_tokens, num_requests, seconds in _run(steps, batch, mask_id, decoding):
             samples.setdefault((num_tokens, num_requests), []).append(seconds)
         yield [(*size, min(times)) for size, times in sorted(samples.items())]
 
 
-def _run(steps: Steps, batch: Batch, mask_id: int, block_length: int) -> Points:
+def made_up(info: ModelInfo, max_len: int) -> Decoding:
+    """How the requests of a measurement are decoded: two steps a block."""
+    block_length = usable_block_length(info.default_block_length, max_len)
+    return Decoding(block_length, rule="steps", value=2.0, ignore_eos=True, block_causal=info.block_causal)
+
+
+def _run(steps: Steps, batch: Batch, mask_id: int, decoding: Decoding) -> Points:
     """Every step of the batch from the first to the last block."""
-    output = batch.num_blocks * block_length
+    output = batch.num_blocks * decoding.block_length
     canvas = [PROMPT_TOKEN] * (batch.length - output) + [mask_id] * output
-    decoding = Decoding(block_length, rule="steps", value=2.0, ignore_eos=True)
     late = [i for i in range(batch.num_requests) if batch.mixed and i % 2]
     for i in sorted(set(range(batch.num_requests)) - set(late)):
         steps.apply(Admit(i, canvas, batch.length - output, batch.length, batch.length, decoding))
@@ -132,9 +137,9 @@ def step_times(form: Form, device: str, group: Group, engine: Steps, may_measure
         return [], "not measured"
     began_at = time.perf_counter()
     info = read_model_info(form.model.path)
-    block_length = usable_block_length(info.default_block_length, form.max_model_len)
-    grid = quick_grid(form.max_model_len, form.max_num_seqs, block_length)
-    points = list(measure(engine, grid, form.model.mask_id, block_length, mean, QUICK_S))[-1]
+    decoding = made_up(info, form.max_model_len)
+    grid = quick_grid(form.max_model_len, form.max_num_seqs, decoding.block_length)
+    points = list(measure(engine, grid, form.model.mask_id, decoding, mean, QUICK_S))[-1]
     if group.rank == 0 and points:
         _keep(key, points)
     return points, f"measured in {time.perf_counter() - began_at:.1f} s: {_ends(points)}"

@@ -26,10 +26,10 @@ class KeptShards:
 
     def __init__(self) -> None:
         self._model: object = None
-        self._shards: dict[str, Shard] = {}
+        self._shards: dict[tuple[str, int], Shard] = {}
 
     def keep(self, model: object, shards: Iterable[Shard]) -> None:
-        self._model, self._shards = model, {shard.ask.name: shard for shard in shards}
+        self._model, self._shards = model, {_key(shard.ask): shard for shard in shards}
 
     def over(self, model: object, files: Weights) -> "KeptFirst":
         """A source of `model`'s tensors; whatever it does not hand out is let go with it."""
@@ -40,12 +40,12 @@ class KeptShards:
 class KeptFirst:
     """Weights from the kept shards, and from the files what those do not cover."""
 
-    def __init__(self, shards: dict[str, Shard], files: Weights) -> None:
+    def __init__(self, shards: dict[tuple[str, int], Shard], files: Weights) -> None:
         self._shards, self._files = shards, files
         self.num_bytes_read = 0
 
     def get(self, ask: Ask) -> Tensor:
-        shard = self._shards.pop(ask.name, None)
+        shard = self._shards.pop(_key(ask), None)
         if shard is None or shard.ask.shape != ask.shape or shard.ask.dim != ask.dim:
             return self._read(ask)
         if ask.dim is None:
@@ -68,3 +68,7 @@ class KeptFirst:
         tensor = self._files.get(ask)
         self.num_bytes_read += tensor.nbytes
         return tensor
+
+
+def _key(ask: Ask) -> tuple[str, int]:
+    return ask.name, ask.part

@@ -18,13 +18,17 @@ from dlmserve.errors import CheckpointError
 
 
 class Ask(NamedTuple):
-    """The tensor `name` of full shape `shape`, or its slice start..stop - 1 along `dim`."""
+    """The tensor `name` of full shape `shape`, or its slice start..stop - 1 along `dim`.
+
+    `part` tells apart the slices that a rank asks of one tensor, such as its queries, keys and values.
+    """
 
     name: str
     shape: tuple[int, ...]
     dim: int | None = None
     start: int = 0
     stop: int = 0
+    part: int = 0
 
 
 class Weights(Protocol):
@@ -42,7 +46,7 @@ class SafetensorsWeights:
         self._open_files: dict[Path, safe_open] = {}
 
     def get(self, ask: Ask) -> Tensor:
-        name, shape, dim, start, stop = ask
+        name, shape, dim, start, stop, _ = ask
         source = self._slice(name)
         found = tuple(source.get_shape())
         if found != shape:
@@ -71,7 +75,7 @@ class DummyWeights:
         self._dtype, self._device = dtype, device
 
     def get(self, ask: Ask) -> Tensor:
-        name, shape, dim, start, stop = ask
+        name, shape, dim, start, stop, _ = ask
         if len(shape) == 1 and not name.endswith("bias"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from dlmserve.messages import CacheMode
+from dlmserve.messages import Decoding
 
 MAX_FAILURES = 3  # formations in a row that failed before a slot counts as hopeless
 RETRY_S = 0.5  # wait before a failed formation is tried again; doubles up to
@@ -342,9 +342,9 @@ class Cluster:
         assert sorted(filled) == sorted(self.instances), "slots and instances differ"
 
 
-def pages_needed(num_tokens: int, page_size: int, cache: CacheMode) -> int:
+def pages_needed(num_tokens: int, page_size: int, decoding: Decoding) -> int:
     """KV pages of a canvas; without a KV cache none."""
-    return 0 if cache == "none" else math.ceil(num_tokens / page_size)
+    return math.ceil(num_tokens / page_size) if decoding.needs_pages else 0
 
 
 def _is_down(rank: Rank | None) -> bool:

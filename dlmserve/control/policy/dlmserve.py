@@ -154,7 +154,9 @@ class Dlmserve(SloPolicy):
 
     def refresh_blocks(self, request: RequestState) -> int:
         usual = request.spec.decoding.refresh_blocks
-        if not self._refreshing or request.spec.pinned or request.spec.decoding.cache != "dual":
+        decoding = request.spec.decoding
+        has_lever = decoding.cache == "dual" and not decoding.block_causal
+        if not self._refreshing or request.spec.pinned or not has_lever:
             return usual
         return max(usual, int(self.options["refresh_blocks"]))
 

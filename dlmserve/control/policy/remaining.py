@@ -15,8 +15,8 @@ from dlmserve.control.policy.request import RequestState
 
 COLUMNS = (
     "number", "priority", "deadline", "slo_s", "top", "bottom", "cap", "current", "block_length",
-    "masks_in_block", "num_pages", "whole_tokens", "response_tokens", "refresh_blocks", "recomputes", "steps",
-    "predicted_at", "slot", "moved_at", "going_to",
+    "masks_in_block", "num_pages", "whole_tokens", "response_tokens", "causal_tokens", "refresh_blocks",
+    "recomputes", "steps", "predicted_at", "slot", "moved_at", "going_to",
 )  # fmt: skip
 _INDEX = {name: i for i, name in enumerate(COLUMNS)}
 WAITING = -1.0  # in the column `slot`
@@ -54,9 +54,12 @@ class Rows:
         return whole if steps_per_block is None else np.minimum(whole, steps / steps_per_block)
 
     def recompute_tokens(self, refresh_blocks: np.ndarray | float) -> np.ndarray:
-        """Of a mean recompute step, float [n]: the whole canvas every so many blocks, else the response."""
-        whole, response = self["whole_tokens"], self["response_tokens"]
-        return response + (whole - response) / refresh_blocks
+        """Of a mean recompute step, float [n]: the whole canvas every so many blocks, else the response.
+
+        Of a block-causal model: the prompt once, then the last block and the one that begins.
+        """
+        whole, response, causal = self["whole_tokens"], self["response_tokens"], self["causal_tokens"]
+        return np.where(causal > 0, causal, response + (whole - response) / refresh_blocks)
 
     def tokens_left(
         self, steps: np.ndarray, recomputes: np.ndarray, recompute_tokens: np.ndarray
@@ -127,6 +130,7 @@ class RemainingWork:
             "num_pages": request.num_pages,
             "whole_tokens": len(request.canvas),
             "response_tokens": len(request.canvas) - spec.output_start,
+            "causal_tokens": _causal_recompute_tokens(request),
             "refresh_blocks": request.refresh_blocks,
             "recomputes": request.recomputes_left,
             "steps": request.steps,
@@ -189,6 +193,13 @@ class RemainingWork:
 def _cells(columns: np.ndarray) -> dict[str, Any]:
     """The columns by name, for single cells: a tenth of what an array's take."""
     return {name: memoryview(column) for name, column in zip(COLUMNS, columns, strict=True)}
+
+
+def _causal_recompute_tokens(request: RequestState) -> float:
+    """Of a mean recompute step; 0 where the model is not block-causal."""
+    decoding = request.spec.decoding
+    prompt = request.spec.output_start / request.num_blocks
+    return prompt + 2 * decoding.block_length if decoding.block_causal else 0.0
 
 
 def _falling(steps_left: np.ndarray) -> np.ndarray:

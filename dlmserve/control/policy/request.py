@@ -130,7 +130,7 @@ class RequestState:
         self.answer_end = self.spec.limit
         if self.spec.decoding.ignore_eos:
             self.eos_ids = frozenset()
-        self.num_blocks = -(-self.output_length // self.spec.decoding.block_length)
+        self.num_blocks = self.spec.decoding.grid.num_blocks(self.spec.output_start, self.output_length)
         self.threshold = self.spec.decoding.value
         self.refresh_blocks = self.spec.decoding.refresh_blocks
         self.masks_in_block = self._count_masks(0)
@@ -203,7 +203,7 @@ class RequestState:
 
     def _count_masks(self, block: int) -> int:
         length = self.spec.decoding.block_length
-        start = self.spec.output_start + block * length
+        start = self.spec.decoding.grid.start(self.spec.output_start) + block * length
         return self.canvas[start : min(start + length, self.spec.output_end)].count(self.mask_id)
 
     def summary(self, now: float) -> Summary:

@@ -130,7 +130,7 @@ class Scheduler:
 
     def _arrived(self, now: float, event: Arrived) -> Iterator[Action]:
         decoding, length = event.spec.decoding, len(event.spec.canvas)
-        pages = pages_needed(length, self._config.page_size, decoding.cache)
+        pages = pages_needed(length, self._config.page_size, decoding)
         request = RequestState(event.request, event.spec, now, self._mask_id, pages, self._eos_ids)
         error = self._refusal(request)
         if error:

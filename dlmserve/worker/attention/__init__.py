@@ -1,4 +1,4 @@
-"""Attention of packed spans over each request's own keys: bidirectional, grouped-query, no mask. Several back ends.
+"""Attention of packed spans over each request's own keys: bidirectional or block-causal. Several back ends.
 
 Owns the interface and the choice, made once when an instance is formed. Knows nothing of requests or models.
 """
@@ -38,10 +38,11 @@ class Attention(Protocol):
 
     def plan(self, segments: list[Segment]) -> Plan: ...
 
-    def plan_rectangle(self, slots: list[Slots], span_len: int, num_pages: int) -> Plan | None:
-        """For spans of `span_len` packed tokens each, keys of at most `num_pages` pages each, all in the cache.
+    def plan_rectangle(self, places: list[tuple[Slots, int]], span_len: int, num_pages: int) -> Plan | None:
+        """For spans of `span_len` packed tokens each, keys of at most `num_pages` pages each, all in the cache:
+        those in the first so many of the slots.
 
-        Every array has a shape that follows from len(slots), span_len and num_pages alone. None where the back end
+        Every array has a shape that follows from len(places), span_len and num_pages alone. None where the back end
         cannot reach these keys without copying them.
         """
         ...
@@ -64,9 +65,12 @@ class Attention(Protocol):
         ...
 
 
-def choose(name: str, device: str, dtype: torch.dtype, head_dim: int, page_size: int) -> Attention:
+def choose(
+    name: str, device: str, dtype: torch.dtype, head_dim: int, page_size: int, block_causal: bool = False
+) -> Attention:
     """The back end `name`; "auto": sdpa on CPUs; on GPUs flash or varlen, the first that reads the cache in place at
-    this page size, else the first that works, else sdpa.
+    this page size, else the first that works, else sdpa. For block-causal models those that can read only copies of
+    the keys count as not working: each block of a prompt would need a copy of its own.
 
     Raises ConfigError where the named one does not work here.
     """
@@ -86,9 +90,14 @@ def choose(name: str, device: str, dtype: torch.dtype, head_dim: int, page_size:
         for kind, make in (("flash", flash_kernel), ("varlen", torch_kernel)):
             if name in (kind, "auto"):
                 try:
-                    found.append(VarlenAttention(make(page_size), page_size))
+                    made = VarlenAttention(make(page_size), page_size)
                 except ImportError as error:
                     reasons.append(f"{kind}: {error}")
+                    continue
+                if block_causal and not made.fits_graphs:
+                    reasons.append(f"{kind} would copy the keys of each block; it needs another --page-size")
+                else:
+                    found.append(made)
     if found:
         return next((each for each in found if each.fits_graphs), found[0])
     if name == "auto":

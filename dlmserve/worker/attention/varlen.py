@@ -75,10 +75,10 @@ class VarlenAttention:
         cached = [segment for segment in segments if segment.slots is not None]
         fresh = segments[len(cached) :]
         assert all(segment.slots is None for segment in fresh), "spans that read the cache come first"
-        slots = [segment.slots for segment in cached if segment.slots is not None]
+        places = [(segment.slots, segment.num_keys) for segment in cached if segment.slots is not None]
         spans, rows = _lengths(cached)
         fresh_spans, fresh_rows = _lengths(fresh)
-        arrays = self._places_of_keys(slots) if cached else {}
+        arrays = self._places_of_keys(places) if cached else {}
         arrays |= {"cached_q": _cumulative(spans), "cached_rows": _cumulative(rows)} if cached else {}
         arrays |= (
             {"fresh_q": _cumulative(fresh_spans), "fresh_rows": _cumulative(fresh_rows)} if fresh else {}
@@ -88,35 +88,46 @@ class VarlenAttention:
             num_cached_rows=sum(rows),
             max_q=max(spans, default=0),
             max_rows=max(rows, default=0),
-            max_k=max((each.num_tokens for each in slots), default=0),
+            max_k=max((num_keys for _, num_keys in places), default=0),
             max_fresh=max(fresh_spans, default=0),
             max_fresh_rows=max(fresh_rows, default=0),
             arrays=arrays,
         )
 
-    def plan_rectangle(self, slots: list[Slots], span_len: int, num_pages: int) -> VarlenPlan | None:
-        arrays = self._places_of_keys(slots, num_pages)
+    def plan_rectangle(
+        self, places: list[tuple[Slots, int]], span_len: int, num_pages: int
+    ) -> VarlenPlan | None:
+        arrays = self._places_of_keys(places, num_pages)
         if "gather" in arrays:
             return None
-        num_tokens = len(slots) * span_len
+        num_tokens = len(places) * span_len
         arrays["cached_q"] = np.arange(0, num_tokens + 1, span_len, dtype=np.int32)
         return VarlenPlan(
             num_cached=num_tokens, max_q=span_len, max_k=num_pages * self._page_size, arrays=arrays
         )
 
-    def _places_of_keys(self, slots: list[Slots], width: int = 0) -> dict[str, np.ndarray]:
+    def _places_of_keys(self, places: list[tuple[Slots, int]], width: int = 0) -> dict[str, np.ndarray]:
         """Page tables (`width` columns or more), runs or indices to gather, whichever is the cheapest possible."""
-        used = np.array([each.num_tokens for each in slots], dtype=np.int32)
+        slots = [each for each, _ in places]
+        used = np.array([num_keys for _, num_keys in places], dtype=np.int32)
         if self._kernel.reads_pages:
             width = max(width, *(len(each.pages) for each in slots))
             table = np.zeros((len(slots), width), dtype=np.int32)
             for row, each in zip(table, slots, strict=True):
                 row[: len(each.pages)] = each.pages
             return {"used_k": used, "cached_k": _cumulative(used), "table": table}
+        if not self._kernel.reads_runs:
+            gather = np.concatenate([each.index[:num_keys] for each, num_keys in places])
+            return {"cached_k": _cumulative(used), "gather": gather}
         starts = [each.start for each in slots if each.start is not None]
-        if self._kernel.reads_runs and len(starts) == len(slots):
-            return {"used_k": used, "cached_k": np.array([*starts, starts[-1] + used[-1]], dtype=np.int32)}
-        return {"cached_k": _cumulative(used), "gather": np.concatenate([each.index for each in slots])}
+        gathered: dict[str, np.ndarray] = {}
+        if len(starts) < len(slots):
+            whole = list(dict.fromkeys(slots))  # once each: blocks of one canvas share its keys
+            first = dict(zip(whole, _cumulative([each.num_tokens for each in whole]).tolist(), strict=False))
+            starts = [first[each] for each in slots]
+            gathered = {"gather": np.concatenate([each.index for each in whole])}
+        ends = np.array([*starts, starts[-1] + used[-1]], dtype=np.int32)
+        return {"used_k": used, "cached_k": ends} | gathered
 
     def attend(
         self,
@@ -209,6 +220,8 @@ def plain_kernel(reads_runs: bool = True, reads_pages: bool = True) -> Kernel:
                 else (x[table[i].long()].flatten(0, 1)[: counts[i]] for x in (k, v))
             )
             assert end - begin <= max_q and counts[i] <= max_k
+            if begin == end:  # a block without a wanted row
+                continue
             out[begin:end] = F.scaled_dot_product_attention(
                 *(x.transpose(0, 1)[None] for x in (q[begin:end], keys, values)),
                 enable_gqa=q.shape[1] != keys.shape[1],

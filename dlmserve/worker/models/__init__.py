@@ -6,17 +6,25 @@ import torch
 
 from dlmserve.checkpoint import ModelInfo, read_json
 from dlmserve.worker.attention import Attention
-from dlmserve.worker.models import dream, llada
-from dlmserve.worker.models.decoder import Decoder, DecoderConfig
+from dlmserve.worker.models import dream, llada, llada2, llada_moe, sdar
+from dlmserve.worker.models.config import DecoderConfig
+from dlmserve.worker.models.decoder import Decoder
 from dlmserve.worker.parallel import Group
 from dlmserve.worker.weights import Weights
 
-FAMILIES = {"llada": llada, "dream": dream}
+FAMILIES = {
+    "llada": llada,
+    "dream": dream,
+    "llada_moe": llada_moe,
+    "sdar": sdar,
+    "llada2": llada2,
+}
 
 
 def read_config(info: ModelInfo) -> DecoderConfig:
     """Raises CheckpointError for a config whose options the family's file does not implement."""
-    return FAMILIES[info.family].read_config(read_json(info.path, "config.json", required=True))
+    config = FAMILIES[info.family].read_config(read_json(info.path, "config.json", required=True))
+    return replace(config, block_causal=info.block_causal)
 
 
 def load_model(

@@ -1,131 +1,27 @@
-"""The bidirectional transformer that dense diffusion language models share, cut for one tensor-parallel rank.
+"""The transformer that diffusion language models share, cut for one tensor-parallel rank.
 
-Pre-norm blocks, RoPE (half-split), grouped-query attention without a causal mask, SwiGLU. Attention heads, MLP
-columns and vocabulary rows are sharded; each block ends its two halves with an all-reduce. Computes hidden states
-of a packed batch; knows nothing of requests, blocks or thresholds.
+Pre-norm blocks, RoPE (half-split), grouped-query attention without a causal mask, SwiGLU or a mixture of such.
+Attention heads, MLP columns and vocabulary rows are sharded; each block ends its two halves with an all-reduce.
+Computes hidden states of a packed batch; knows nothing of requests or thresholds.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dlmserve import kernels
-from dlmserve.errors import ConfigError
 from dlmserve.worker.attention import Attention
 from dlmserve.worker.batch import Batch
 from dlmserve.worker.kv_cache import KVCache
 from dlmserve.worker.linear import Fused
+from dlmserve.worker.models.config import DecoderConfig, Shard, TensorNames, attention_asks, shard_of
+from dlmserve.worker.models.mlp import Mlp, mlp_asks
+from dlmserve.worker.models.moe import Moe, grouped_fits
+from dlmserve.worker.models.norms import HeadNorm, RMSNorm
+from dlmserve.worker.models.rope import Rope
 from dlmserve.worker.parallel import Group
 from dlmserve.worker.shards import Shard as KeptShard
 from dlmserve.worker.weights import Ask, Weights
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes of the whole model, and what differs between families."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_size: int
-    vocab_size: int
-    max_len: int
-    rope_theta: float
-    norm_eps: float
-    qkv_bias: bool
-    rope_in_float32: bool  # rotate in float32 (LLaDA) or in the model's dtype (Dream)
-    shifted_logits: bool  # the output at column i predicts column i + 1 (Dream)
-    tied_head: bool = False
-
-
-@dataclass(frozen=True)
-class TensorNames:
-    """Checkpoint names; `layer` is formatted with the layer's index and put before the per-layer ones."""
-
-    embedding: str
-    final_norm: str
-    head: str
-    layer: str
-    attention_norm: str
-    q: str
-    k: str
-    v: str
-    o: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which part of each dimension a rank holds: [start, stop) of heads, KV heads, MLP columns, vocabulary."""
-
-    heads: tuple[int, int]
-    kv_heads: tuple[int, int]
-    mlp: tuple[int, int]
-    vocab: tuple[int, int]
-
-
-def shard_of(config: DecoderConfig, rank: int, size: int) -> Shard:
-    """Raises ConfigError where the heads or the MLP do not divide. KV heads fewer than ranks are replicated."""
-    for what, count in (("attention heads", config.num_heads), ("MLP columns", config.mlp_size)):
-        if count % size:
-            raise ConfigError(
-                f"TP degree {size} does not divide the model's {count} {what}; choose one that does"
-            )
-    kv = config.num_kv_heads
-    if kv % size and size % kv:
-        raise ConfigError(f"TP degree {size} and the model's {kv} KV heads: one must divide the other")
-    kv_heads = _even(kv, rank, size) if kv >= size else (rank * kv // size, rank * kv // size + 1)
-    rows = -(-config.vocab_size // size)  # the last rank may hold fewer
-    vocab = (min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
-    return Shard(_even(config.num_heads, rank, size), kv_heads, _even(config.mlp_size, rank, size), vocab)
-
-
-def _even(count: int, rank: int, size: int) -> tuple[int, int]:
-    return rank * count // size, (rank + 1) * count // size
-
-
-class RMSNorm:
-    """x * rsqrt(mean(x^2) + eps) in float32, cast back, then times the weight."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self._eps = weight, eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return kernels.rms_norm(x, self.weight, self._eps)
-        if x.is_cuda:  # one launch, which rounds once where the lines below round twice
-            return F.rms_norm(x, x.shape[-1:], self.weight, self._eps)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
-        return wide.to(x.dtype) * self.weight
-
-
-class Rope:
-    """Rotary embedding, half-split convention: pairs (j, j + D/2), angle = column * theta^(-2j/D)."""
-
-    def __init__(self, config: DecoderConfig, max_len: int, dtype: torch.dtype, device: str) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), 1.0 / config.rope_theta**exponents)
-        kind = torch.float32 if config.rope_in_float32 else dtype
-        self._cos, self._sin = angles.cos().to(kind).to(device), angles.sin().to(kind).to(device)
-
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for columns [T]: [T, 1, D/2] each."""
-        return self._cos[positions][:, None], self._sin[positions][:, None]
-
-    @staticmethod
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, H, D]."""
-        a, b = x.to(cos.dtype).chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 class Layer:
@@ -140,40 +36,42 @@ class Layer:
         shard: Shard,
         group: Group,
         attention: Attention,
+        grouped: bool,
     ) -> None:
+        """`grouped`: experts are computed by grouped products, see moe.py."""
         self._index, self._group, self._attention = index, group, attention
         prefix, d, hd = names.layer.format(index), config.hidden_size, config.head_dim
         self._num_heads = shard.heads[1] - shard.heads[0]
         self._num_kv_heads = shard.kv_heads[1] - shard.kv_heads[0]
         self._head_dim = hd
 
-        def rows(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Ask:
-            return Ask(f"{prefix}{name}.weight", (full * unit, d), 0, part[0] * unit, part[1] * unit)
+        asks, biases, output = attention_asks(prefix, config, names, shard)
+        self._qkv, self._o = Fused(weights, asks, biases), Fused(weights, [output])
+        self.mlp: Mlp | Moe
+        if config.moe and config.moe.layers[index]:
+            self.mlp = Moe(prefix, config.moe, d, weights, shard.experts, grouped)
+        else:
+            parts = (prefix + names.gate, prefix + names.up, prefix + names.down)
+            self.mlp = Mlp(weights, mlp_asks(parts, d, config.mlp_size, shard.mlp))
+        self._norms: list[tuple[Ask, Tensor]] = []
 
-        def columns(name: str, full: int, part: tuple[int, int], unit: int = 1) -> Ask:
-            return Ask(f"{prefix}{name}.weight", (d, full * unit), 1, part[0] * unit, part[1] * unit)
+        def norm_weight(name: str, size: int) -> Tensor:
+            ask = Ask(f"{prefix}{name}.weight", (size,))
+            self._norms.append((ask, weights.get(ask)))
+            return self._norms[-1][1]
 
-        def bias(name: str, full: int, part: tuple[int, int]) -> Ask:
-            return Ask(f"{prefix}{name}.bias", (full * hd,), 0, part[0] * hd, part[1] * hd)
-
-        heads, kv_heads = (config.num_heads, shard.heads), (config.num_kv_heads, shard.kv_heads)
-        parts = ((names.q, *heads), (names.k, *kv_heads), (names.v, *kv_heads))
-        biases = [bias(*part) for part in parts] if config.qkv_bias else None
-        self._qkv = Fused(weights, [rows(*part, unit=hd) for part in parts], biases)
-        self._o = Fused(weights, [columns(names.o, *heads, unit=hd)])
-        mlp = (config.mlp_size, shard.mlp)
-        self._gate_up = Fused(weights, [rows(names.gate, *mlp), rows(names.up, *mlp)])
-        self._down = Fused(weights, [columns(names.down, *mlp)])
-        self._norm_asks = [Ask(f"{prefix}{n}.weight", (d,)) for n in (names.attention_norm, names.mlp_norm)]
-        self._attention_norm, self._mlp_norm = (
-            RMSNorm(weights.get(ask), config.norm_eps) for ask in self._norm_asks
-        )
+        self._attention_norm = RMSNorm(norm_weight(names.attention_norm, d), config.norm_eps)
+        self._mlp_norm = RMSNorm(norm_weight(names.mlp_norm, d), config.norm_eps)
+        self._head_norms: tuple[HeadNorm, HeadNorm] | None = None
+        if config.qk_norm:
+            q_norm, k_norm = norm_weight(names.q_norm, hd), norm_weight(names.k_norm, hd)
+            self._head_norms = HeadNorm(q_norm, config.norm_eps), HeadNorm(k_norm, config.norm_eps)
 
     def shards(self) -> Iterator[KeptShard]:
-        for fused in (self._qkv, self._o, self._gate_up, self._down):
-            yield from fused.shards()
-        for ask, norm in zip(self._norm_asks, (self._attention_norm, self._mlp_norm), strict=True):
-            yield _whole(ask, norm.weight)
+        for part in (self._qkv, self._o, self.mlp):
+            yield from part.shards()
+        for ask, weight in self._norms:
+            yield _whole(ask, weight)
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: KVCache | None, only_rows: bool
@@ -183,7 +81,11 @@ class Layer:
         qkv = self._qkv(self._attention_norm(x)).view(
             len(x), num_rotated + self._num_kv_heads, self._head_dim
         )
-        rotated, v = Rope.rotate(qkv[:, :num_rotated], cos, sin), qkv[:, num_rotated:]
+        heads, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if self._head_norms is not None:
+            of_q, of_k = self._head_norms
+            heads = torch.cat((of_q(heads[:, : self._num_heads]), of_k(heads[:, self._num_heads :])), 1)
+        rotated = Rope.rotate(heads, cos, sin)
         q, k = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         if batch.store_slots is not None:
             assert cache is not None
@@ -193,8 +95,7 @@ class Layer:
             q, x = q[batch.rows], x[batch.rows]
         y = self._attention.attend(q, k, v, batch.plan, batch.index, cache, self._index, only_rows)
         x = x + self._group.all_reduce_(self._o(y))
-        gated = kernels.silu_gate(self._gate_up(self._mlp_norm(x)))
-        return x + self._group.all_reduce_(self._down(gated))
+        return x + self._group.all_reduce_(self.mlp(self._mlp_norm(x)))
 
 
 class Decoder:
@@ -219,10 +120,31 @@ class Decoder:
         self.head = self._embedding if config.tied_head else weights.get(self._asks[1])
         self._norm_ask = Ask(names.final_norm, (config.hidden_size,))
         self._final_norm = RMSNorm(weights.get(self._norm_ask), config.norm_eps)
-        self._rope = Rope(config, config.max_len, dtype, device)
+        rotary_dim, kind = (
+            config.rotary_dim or config.head_dim,
+            torch.float32 if config.rope_in_float32 else dtype,
+        )
+        self._rope = Rope(rotary_dim, config.rope_theta, config.max_len, kind, device)
+        start, stop = self.shard.experts[0]
+        self._grouped = grouped_fits(dtype, device, config.hidden_size, stop - start)
         self._layers = [
-            Layer(i, config, names, weights, self.shard, group, attention) for i in range(config.num_layers)
+            Layer(i, config, names, weights, self.shard, group, attention, self._grouped)
+            for i in range(config.num_layers)
         ]
+
+    @property
+    def fits_graphs(self) -> bool:
+        """No layer makes the host wait."""
+        return self.config.moe is None or self._grouped
+
+    @property
+    def details(self) -> str:
+        """For the log: how experts are computed, where there are any."""
+        if self.config.moe is None:
+            return ""
+        return ", experts " + (
+            "in grouped products" if self._grouped else "one by one, which no graph captures"
+        )
 
     def shards(self) -> Iterator[KeptShard]:
         """All that was read, for the next model of this rank."""

@@ -4,8 +4,8 @@ Its output at column i predicts column i + 1, so a block's first column comes fr
 which only a recompute step covers: that step reveals this one column and nothing else (Fast-dLLM's rule).
 """
 
-from dlmserve.errors import CheckpointError
-from dlmserve.worker.models.decoder import DecoderConfig, TensorNames
+from dlmserve.worker.models.config import DecoderConfig, TensorNames
+from dlmserve.worker.models.options import check_options
 
 NAMES = TensorNames(
     embedding="model.embed_tokens.weight",
@@ -27,11 +27,7 @@ REQUIRED = {"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": Fa
 
 def read_config(config: dict) -> DecoderConfig:
     """Raises CheckpointError for an option that this file does not implement."""
-    for key, wanted in REQUIRED.items():
-        if config.get(key, wanted) != wanted:
-            raise CheckpointError(
-                f"config.json has {key}={config[key]!r}; Dream is served with {key}={wanted!r}"
-            )
+    check_options(config, REQUIRED, "Dream")
     heads = config["num_attention_heads"]
     return DecoderConfig(
         num_layers=config["num_hidden_layers"],

@@ -3,8 +3,8 @@
 Source: the public configuration and model file of GSAI-ML/LLaDA-8B.
 """
 
-from dlmserve.errors import CheckpointError
-from dlmserve.worker.models.decoder import DecoderConfig, TensorNames
+from dlmserve.worker.models.config import DecoderConfig, TensorNames
+from dlmserve.worker.models.options import check_options
 
 NAMES = TensorNames(
     embedding="model.transformer.wte.weight",
@@ -39,11 +39,7 @@ REQUIRED = {
 
 def read_config(config: dict) -> DecoderConfig:
     """Raises CheckpointError for an option that this file does not implement."""
-    for key, wanted in REQUIRED.items():
-        if config.get(key, wanted) != wanted:
-            raise CheckpointError(
-                f"config.json has {key}={config[key]!r}; LLaDA is served with {key}={wanted!r}"
-            )
+    check_options(config, REQUIRED, "LLaDA")
     heads = config["n_heads"]
     return DecoderConfig(
         num_layers=config["n_layers"],
