@@ -19,8 +19,11 @@ def rules(plans: list[StepPlan], groups: list[RowGroup]) -> dict[str, np.ndarray
     """Rows, rule and its value of each request, as `kernels.select` takes them."""
     kinds, values = [], []
     for plan in plans:
-        rule = plan.resident.decoding.rule
-        kinds.append(kernels.ALL if plan.forced else RULES[rule])
+        rule, kind = plan.resident.decoding.rule, kernels.ALL
+        if not plan.forced:
+            is_bounded = rule == "threshold" and plan.resident.decoding.max_block_steps
+            kind = kernels.AT_LEAST + plan.resident.steps_quota if is_bounded else RULES[rule]
+        kinds.append(kind)
         values.append(float(plan.resident.steps_quota) if rule == "steps" else plan.resident.threshold)
     return {
         "rule.offsets": np.array([0, *(group.end for group in groups)]),
