@@ -25,7 +25,9 @@ class DecodingParams:
     """How to decode. At most one of threshold, factor and steps; none of them: threshold 0.9.
 
     gen_length: output positions, rounded up to whole blocks on the canvas. steps: denoising steps in all, a
-    multiple of the number of blocks. refresh: "full" or "response:K" (dual cache). None: the model's default.
+    multiple of the number of blocks. max_steps: the same as a bound where a threshold decides: each step then
+    unmasks at least what the fixed schedule would. refresh: "full" or "response:K" (dual cache). None: the
+    model's default.
     """
 
     gen_length: int | None = None
@@ -33,6 +35,7 @@ class DecodingParams:
     threshold: float | None = None
     factor: float | None = None
     steps: int | None = None
+    max_steps: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -229,10 +232,15 @@ def make_decoding(
         raise RequestError(f"{' and '.join(rules)} are given; wanted at most one of them", rules[1])
     rule: RuleName = rules[0] if rules else "threshold"
     value = given[rule] if rules else info.generation.get("threshold", 0.9)
+    if params.max_steps is not None and rule != "threshold":
+        raise RequestError(
+            f"max_steps is {params.max_steps} and {rule} given; it bounds a threshold", "max_steps"
+        )
+    num_blocks = -(-gen_length // block)
+    for name, steps in (("steps", params.steps), ("max_steps", params.max_steps)):
+        if steps is not None and (steps < num_blocks or steps % num_blocks):
+            raise RequestError(f"{name} is {steps}; wanted a multiple of the {num_blocks} blocks", name)
     if rule == "steps":
-        num_blocks = -(-gen_length // block)
-        if value < num_blocks or value % num_blocks:
-            raise RequestError(f"steps is {value}; wanted a multiple of the {num_blocks} blocks", "steps")
         value //= num_blocks
     elif value <= 0.0:
         raise RequestError(f"{rule} is {value}; wanted a positive number", rule)
@@ -249,6 +257,7 @@ def make_decoding(
             top_k=params.top_k,
             seed=seed + index,
             ignore_eos=params.ignore_eos,
+            max_block_steps=(params.max_steps or 0) // num_blocks,
             block_causal=info.block_causal,
         ),
         gen_length,

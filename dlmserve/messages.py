@@ -50,6 +50,12 @@ class Decoding(msgspec.Struct, array_like=True, frozen=True):
     ignore_eos: bool = False
     num_top: int = 0  # alternatives to report for each unmasked token (logprobs)
     block_causal: bool = False
+    max_block_steps: int = 0  # "threshold": each step unmasks its share of so many at least; 0: no bound
+
+    @property
+    def has_quota(self) -> bool:
+        """Whether how many a step unmasks at least depends on how many steps of its block were done."""
+        return self.rule == "steps" or self.max_block_steps > 0
 
     @property
     def grid(self) -> Grid:

@@ -62,9 +62,10 @@ def run_blocks(llm: LLM, case: dict) -> Completion:
     """A case of a block-causal model: whole blocks, on and on past what its reference takes for an end."""
     block_length = case["block_length"]
     length = Grid(block_length, True).num_masks(len(case["prompt"]), case["gen_length"])
-    rule = {"threshold": case["threshold"]}
-    if case["threshold"] is None:
-        rule = {"steps": case["steps_per_block"] * -(-length // block_length)}
+    steps = case["steps_per_block"] * -(-length // block_length)
+    rule = {"steps": steps}
+    if case["threshold"] is not None:
+        rule = {"threshold": case["threshold"], "max_steps": steps}
     params = DecodingParams(length, block_length, ignore_eos=True, cache=case.get("mode"), **rule)
     [completion] = llm.generate([case["prompt"]], params)
     return completion

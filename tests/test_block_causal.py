@@ -57,6 +57,7 @@ COMMANDS = [
     admit(1, PROMPTS[1], num_tokens=30, block_length=8),
     admit(2, PROMPTS[2], cache="none"),
     admit(3, PROMPTS[2], temperature=0.8, seed=7),
+    admit(4, PROMPTS[0], max_block_steps=2, value=0.9),
 ]
 
 

@@ -196,7 +196,7 @@ def test_logits_far_below_the_largest_still_add_up():
 def test_a_request_that_makes_no_sense_harms_no_other(order):
     rows = reference.logit_rows(normal(6, 20, seed=5))
     canvas = torch.zeros(6, dtype=torch.int64)
-    offsets, rule = torch.tensor([0, 2, 4, 2, 9]), torch.tensor([ALL, 7, ALL, ALL])
+    offsets, rule = torch.tensor([0, 2, 4, 2, 9]), torch.tensor([ALL, -7, ALL, ALL])
     outcome = emulated(order).unmask_step(
         pack(rows)[None], offsets, rule, torch.zeros(4, dtype=torch.float64), torch.arange(6), canvas
     )

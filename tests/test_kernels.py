@@ -14,6 +14,7 @@ from torch import Tensor
 from dlmserve import kernels
 from dlmserve.kernels import (
     ALL,
+    AT_LEAST,
     FACTOR,
     QUOTA,
     THRESHOLD,
@@ -265,9 +266,13 @@ def chosen(backend: Backend, confidences: list[float], rule: int, value: float) 
         pytest.param(FACTOR, 1.0, [0.3, 0.2, 0.1], [0], id="factor: at least one"),
         pytest.param(FACTOR, 1.0, [NAN, 0.1, NAN], [1], id="factor: a NaN fails"),
         pytest.param(ALL, 0, [NAN, 0.1], [0, 1], id="all"),
+        pytest.param(AT_LEAST + 2, 0.5, [0.1, 0.7, 0.2, 0.3], [1, 3], id="at least two, one passes"),
+        pytest.param(AT_LEAST + 2, 0.5, [0.6, 0.7, 0.2, 0.8], [0, 1, 3], id="at least two, three pass"),
+        pytest.param(AT_LEAST + 9, 0.5, [0.6, NAN], [0, 1], id="at least nine of two"),
+        pytest.param(AT_LEAST, 0.5, [0.1, 0.2], [1], id="at least none: one"),
         *(
             pytest.param(rule, 0.5, [], [], id=f"no rows, rule {rule}")
-            for rule in (THRESHOLD, QUOTA, FACTOR, ALL)
+            for rule in (THRESHOLD, QUOTA, FACTOR, ALL, AT_LEAST + 1)
         ),
     ],
 )
@@ -278,7 +283,7 @@ def test_a_rule_unmasks(backend, rule, value, confidences, wanted):
 CONFIDENCE = st.one_of(st.sampled_from([0.0, 0.5, 0.75, 1.0, NAN]), st.floats(0, 1, width=32))
 REQUEST = st.tuples(
     st.lists(CONFIDENCE, max_size=40),
-    st.sampled_from([THRESHOLD, QUOTA, FACTOR, ALL]),
+    st.sampled_from([THRESHOLD, QUOTA, FACTOR, ALL, AT_LEAST, AT_LEAST + 5]),
     st.one_of(st.floats(0, 1), st.integers(0, 45)),
 )
 
@@ -300,12 +305,14 @@ def test_select_agrees_and_unmasks_at_least_one_row_of_each_request(backend, req
 
 
 @pytest.mark.parametrize(
-    ("offsets", "rule"), [([0, 3], 4), ([0, 3], -1), ([1, 3], 0), ([0, 2], 0), ([0, 4], 0), ([0, 5, 3], 0)]
+    ("offsets", "rule"), [([0, 3], -1), ([1, 3], 0), ([0, 2], 0), ([0, 4], 0), ([0, 5, 3], 0)]
 )
 def test_select_refuses_what_makes_no_sense(backend, offsets, rule):
     num_requests = len(offsets) - 1
     rules, values = torch.full((num_requests,), rule), torch.ones(num_requests, dtype=torch.float64)
-    with pytest.raises(ValueError, match="wanted a rule from 0 to 3 and offsets that rise"):
+    with pytest.raises(
+        ValueError, match=r"wanted a rule from 0 to 3, or AT_LEAST \+ n, and offsets that rise"
+    ):
         backend.select(torch.rand(3), torch.tensor(offsets), rules, values)
 
 

@@ -42,6 +42,12 @@ def test_a_length_within_a_block_is_not_exceeded(tiny: LLM) -> None:
     assert len(out.token_ids) == 33 and out.finish_reason == "length"
 
 
+def test_steps_are_bounded_where_no_token_passes_the_threshold(tiny: LLM) -> None:
+    params = DecodingParams(gen_length=64, block_length=32, threshold=1.5, max_steps=14, ignore_eos=True)
+    (out,) = tiny.generate([[7, 8]], params)
+    assert [len(step.unmasked) for step in out.steps] == [5, 5, 5, 5, 4, 4, 4] * 2
+
+
 def test_a_stop_string_cuts_text_and_tokens(tiny: LLM) -> None:
     (out,) = tiny.generate([chat(tiny, PROMPTS[1])], DecodingParams(gen_length=32, stop="ver mo"))
     assert (out.text, out.finish_reason) == ("gold ri", "stop")
@@ -66,6 +72,8 @@ def test_steps_are_seen_as_they_happen(tiny: LLM) -> None:
         ([7], {"threshold": 0.9, "factor": 1.0}, "threshold and factor are given"),
         ([7], {"threshold": 0.0}, "threshold is 0.0; wanted a positive number"),
         ([7], {"gen_length": 64, "block_length": 32, "steps": 3}, "multiple of the 2 blocks"),
+        ([7], {"gen_length": 64, "block_length": 32, "max_steps": 3}, "max_steps is 3; .* of the 2 blocks"),
+        ([7], {"gen_length": 8, "block_length": 8, "factor": 1.0, "max_steps": 8}, "it bounds a threshold"),
         ([7], {"refresh": "often"}, "wanted 'full' or 'response:K'"),
     ],
 )

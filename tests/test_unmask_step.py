@@ -11,6 +11,7 @@ from torch import Tensor
 from dlmserve import kernels
 from dlmserve.kernels import (
     ALL,
+    AT_LEAST,
     FACTOR,
     QUOTA,
     THRESHOLD,
@@ -51,7 +52,7 @@ def certain(*probabilities: float) -> Rows:
 
 REQUEST = st.tuples(
     st.integers(0, 40),
-    st.sampled_from([THRESHOLD, QUOTA, FACTOR, ALL]),
+    st.sampled_from([THRESHOLD, QUOTA, FACTOR, ALL, AT_LEAST + 5]),
     st.one_of(st.floats(0, 1), st.integers(0, 45)),
 )
 

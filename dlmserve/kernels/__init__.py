@@ -15,7 +15,7 @@ from torch import Tensor
 from dlmserve.errors import KernelsUnavailable
 from dlmserve.kernels import cuda, reference, step, tiled
 from dlmserve.kernels.chunked import logits, rows_at_once
-from dlmserve.kernels.reference import ALL, FACTOR, QUOTA, THRESHOLD, Rows, combine, confidence
+from dlmserve.kernels.reference import ALL, AT_LEAST, FACTOR, QUOTA, THRESHOLD, Rows, combine, confidence
 from dlmserve.kernels.step import NUM_PLANES, StepOutcome, outcome_arrays, pack, pack_whole, unpack
 
 try:
@@ -24,9 +24,9 @@ except ImportError as error:
     native, _missing = None, str(error)
 
 __all__ = [
-    "ALL", "FACTOR", "NUM_PLANES", "QUOTA", "THRESHOLD", "Rows", "StepOutcome", "backend_name", "combine", "confidence",
-    "head_rows", "logit_rows", "logits", "outcome_arrays", "pack", "pack_whole", "packed_weight", "rms_norm",
-    "rows_at_once", "sample_rows", "select", "silu_gate", "top2_logits", "unmask_step", "unpack",
+    "ALL", "AT_LEAST", "FACTOR", "NUM_PLANES", "QUOTA", "THRESHOLD", "Rows", "StepOutcome", "backend_name", "combine",
+    "confidence", "head_rows", "logit_rows", "logits", "outcome_arrays", "pack", "pack_whole", "packed_weight",
+    "rms_norm", "rows_at_once", "sample_rows", "select", "silu_gate", "top2_logits", "unmask_step", "unpack",
 ]  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> 
     """Which masked positions are unmasked, bool [M], from confidence f32 [M].
 
     Request r owns the rows offsets[r] to offsets[r + 1] (i64 [R + 1]) and has rule[r] (i64: THRESHOLD, QUOTA,
-    FACTOR or ALL) with value[r] (f64); see reference.select. Raises ValueError for a rule or offsets that
+    FACTOR, ALL or AT_LEAST + n) with value[r] (f64); see reference.select. Raises ValueError for a rule or offsets that
     make no sense.
     """
     num_requests = rule.numel()

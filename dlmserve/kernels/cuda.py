@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlmserve.kernels import chunked
 from dlmserve.kernels.driver import Argument, Driver
-from dlmserve.kernels.reference import ALL, Rows, bad_request
+from dlmserve.kernels.reference import THRESHOLD, Rows, bad_request
 from dlmserve.kernels.step import StepOutcome
 
 NUM_THREADS = 256  # of a block; csrc/device.cuh has room for no more
@@ -245,7 +245,7 @@ def _check_requests(offsets: Tensor, rule: Tensor, num_rows: int) -> None:
     if ends[0] != 0 or ends[-1] != num_rows:
         raise bad_request(len(rules), offsets, rule)
     for request, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
-        if not begin <= end <= num_rows or not 0 <= rules[request] <= ALL:
+        if not begin <= end <= num_rows or rules[request] < THRESHOLD:
             raise bad_request(request, offsets, rule)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 # Unmasking rules of `select`.
-THRESHOLD, QUOTA, FACTOR, ALL = range(4)
+THRESHOLD, QUOTA, FACTOR, ALL, AT_LEAST = range(5)
 
 _MASK32 = 0xFFFFFFFF
 
@@ -171,6 +171,7 @@ def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> 
                The first always passes; those before the first that is below its bound are taken. As in its
                authors' code, when that one is the very last it is taken too.
     ALL        all rows.
+    AT_LEAST + n  as THRESHOLD, but always the first n.
 
     Raises ValueError where offsets or a rule make no sense.
     """
@@ -179,7 +180,7 @@ def select(confidence: Tensor, offsets: Tensor, rule: Tensor, value: Tensor) -> 
         raise bad_request(len(ends) - 1, offsets, rule)
     unmask = torch.zeros_like(confidence, dtype=torch.bool)
     for request, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
-        if not begin <= end <= len(confidence) or int(rule[request]) not in (THRESHOLD, QUOTA, FACTOR, ALL):
+        if not begin <= end <= len(confidence) or int(rule[request]) < THRESHOLD:
             raise bad_request(request, offsets, rule)
         rows = confidence[begin:end]
         order = torch.where(rows.isnan(), -torch.inf, rows).sort(descending=True, stable=True).indices
@@ -194,8 +195,9 @@ def _num_unmasked(ranked: Tensor, rule: int, value: float) -> int:
         return num_rows
     if rule == QUOTA:
         return int(min(num_rows, value)) if value >= 1 else 1
-    if rule == THRESHOLD:
-        return max(1, int((ranked >= torch.tensor(value, dtype=torch.float32)).sum()))
+    if rule == THRESHOLD or rule >= AT_LEAST:
+        num_passing = int((ranked >= torch.tensor(value, dtype=torch.float32)).sum())
+        return max(1, num_passing, min(num_rows, rule - AT_LEAST))
     bound = 1 - value / torch.arange(2, num_rows + 2, dtype=torch.float64)
     passes = (ranked.cpu() >= bound.float()).tolist()
     first_below = next((n for n in range(1, num_rows) if not passes[n]), num_rows)
@@ -206,6 +208,6 @@ def bad_request(request: int, offsets: Tensor, rule: Tensor) -> ValueError:
     """The error of a `select` whose arguments fail at `request` (at their number: in the last offset)."""
     seen = f"rule {int(rule[request])}" if request < len(rule) else "the end of the offsets"
     return ValueError(
-        f"select: request {request} has {seen} and offsets {offsets.tolist()}; wanted a rule from 0 to {ALL} "
-        "and offsets that rise from 0 to the number of rows: check how the batch was put together"
+        f"select: request {request} has {seen} and offsets {offsets.tolist()}; wanted a rule from 0 to {ALL}, "
+        "or AT_LEAST + n, and offsets that rise from 0 to the number of rows: check how the batch was put together"
     )

@@ -98,9 +98,10 @@ class Resident:
 
     @property
     def steps_quota(self) -> int:
-        """Fixed schedule: positions to unmask in this step; the first ones of a block take the remainder."""
-        length = self._block_end - self._block_start
-        share, remainder = divmod(length, int(self.decoding.value))
+        """Of a block in so many steps: positions to unmask in this one; the first ones take the remainder."""
+        length, decoding = self._block_end - self._block_start, self.decoding
+        num_steps = int(decoding.value) if decoding.rule == "steps" else decoding.max_block_steps
+        share, remainder = divmod(length, num_steps)
         return max(1, share + (self.steps_in_block < remainder))
 
     @property

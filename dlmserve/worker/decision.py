@@ -37,8 +37,11 @@ def rules(parts: list[Part]) -> Rules:
     kinds, values, thresholds = [], [], []
     for part in parts:
         resident = part.resident
-        rule = resident.decoding.rule
-        kinds.append(kernels.ALL if part.forced else RULES[rule])
+        rule, kind = resident.decoding.rule, kernels.ALL
+        if not part.forced:
+            is_bounded = rule == "threshold" and resident.decoding.has_quota
+            kind = kernels.AT_LEAST + resident.steps_quota if is_bounded else RULES[rule]
+        kinds.append(kind)
         values.append(float(resident.steps_quota) if rule == "steps" else resident.threshold)
         thresholds.append(resident.threshold)
     return Rules(np.array(kinds), np.array(values, dtype=np.float64), thresholds)

@@ -47,7 +47,7 @@ class StepPlan:
         self.num_tokens = sum(span.end - span.start for span in spans)
         self.decodings = [part.resident.decoding for part in parts]
         self.is_greedy = all(each.temperature == 0 and each.num_top == 0 for each in self.decodings)
-        self.has_quotas = any(each.rule == "steps" for each in self.decodings)
+        self.has_quotas = any(each.has_quota for each in self.decodings)
         self.rules: Rules | None = None
         self.watched = False
 

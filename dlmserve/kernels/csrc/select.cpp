@@ -6,7 +6,7 @@
 
 namespace {
 
-enum Rule : int64_t { THRESHOLD, QUOTA, FACTOR, ALL };
+enum Rule : int64_t { THRESHOLD, QUOTA, FACTOR, ALL, AT_LEAST };
 
 // Falling confidence, then rising row; NaN comes after every number.
 struct MoreConfident {
@@ -39,12 +39,20 @@ int64_t num_passing(const float* confidence, const std::vector<int64_t>& ranked,
     return n;
 }
 
-void select_ranked(const float* confidence, int64_t n, Rule rule, double value,
+// How many of the first `least` and of those with the threshold.
+int64_t num_at_least(const float* confidence, int64_t n, int64_t least, double threshold) {
+    const float bound = float(threshold);
+    const int64_t num = std::count_if(confidence, confidence + n, [&](float c) { return c >= bound; });
+    return std::max({num, std::min(least, n), int64_t(1)});
+}
+
+void select_ranked(const float* confidence, int64_t n, int64_t rule, double value,
                    std::vector<int64_t>& ranked, bool* unmask) {
     ranked.resize(n);
     std::iota(ranked.begin(), ranked.end(), 0);
     std::sort(ranked.begin(), ranked.end(), MoreConfident{confidence});
-    const int64_t num = rule == FACTOR       ? num_passing(confidence, ranked, value)
+    const int64_t num = rule >= AT_LEAST     ? num_at_least(confidence, n, rule - AT_LEAST, value)
+                        : rule == FACTOR     ? num_passing(confidence, ranked, value)
                         : value >= double(n) ? n
                         : value >= 1         ? int64_t(value)
                                              : 1;
@@ -62,14 +70,14 @@ extern "C" __attribute__((visibility("default"))) int64_t dlmserve_select(
     if (offsets[0] != 0 || offsets[num_requests] != num_rows) return num_requests;
     for (int64_t r = 0; r < num_requests; r++) {
         const int64_t begin = offsets[r], n = offsets[r + 1] - begin;
-        if (n < 0 || begin + n > num_rows || rule[r] < THRESHOLD || rule[r] > ALL) return r;
+        if (n < 0 || begin + n > num_rows || rule[r] < THRESHOLD) return r;
         if (n == 0) continue;
         if (rule[r] == ALL)
             std::fill_n(unmask + begin, n, true);
         else if (rule[r] == THRESHOLD)
             select_threshold(confidence + begin, n, value[r], unmask + begin);
         else
-            select_ranked(confidence + begin, n, Rule(rule[r]), value[r], ranked, unmask + begin);
+            select_ranked(confidence + begin, n, rule[r], value[r], ranked, unmask + begin);
     }
     return -1;
 }

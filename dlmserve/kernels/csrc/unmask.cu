@@ -2,7 +2,7 @@
 // One block per request, one launch per batch. Rules, ties and formats are those of reference.py and step.py.
 #include "device.cuh"
 
-enum Rule { THRESHOLD, QUOTA, FACTOR, ALL };
+enum Rule { THRESHOLD, QUOTA, FACTOR, ALL, AT_LEAST };
 enum Plane { SCORE, LOGIT, LSE, TOKEN, NUM_PLANES };
 constexpr int NUM_STATISTICS = 5;
 
@@ -27,7 +27,7 @@ struct Span {
 __device__ inline Span span_of(const Requests& requests) {
     const i64 begin = requests.offsets[blockIdx.x], end = requests.offsets[blockIdx.x + 1];
     const i64 rule = requests.rule[blockIdx.x];
-    const bool makes_sense = 0 <= begin && begin <= end && end <= requests.num_rows && THRESHOLD <= rule && rule <= ALL;
+    const bool makes_sense = 0 <= begin && begin <= end && end <= requests.num_rows && THRESHOLD <= rule;
     return {begin, makes_sense ? int(end - begin) : 0, makes_sense};
 }
 
@@ -66,6 +66,7 @@ __device__ inline int num_unmasked(const float* confidence, int length, i64 rule
     for (int n = 1 + threadIdx.x; n < length; n += blockDim.x)
         if (!(ranked[n] >= bound(rule, value, n))) atomicMin(&first_below, n);
     __syncthreads();
+    if (rule >= AT_LEAST && first_below < rule - AT_LEAST) return rule - AT_LEAST < length ? int(rule - AT_LEAST) : length;
     return rule == FACTOR && first_below == length - 1 ? length : first_below;
 }
 
