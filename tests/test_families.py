@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from dlmserve import LLM, DecodingParams
 from dlmserve.checkpoint import read_model_info
@@ -16,7 +17,10 @@ FAMILIES = ("llada_moe", "sdar", "llada2")
 Folder = Callable[[str], str]
 
 
-@pytest.mark.parametrize(("family", "tp_degree"), [*((family, 2) for family in FAMILIES), ("llada2", 4)])
+@pytest.mark.parametrize(
+    ("family", "tp_degree"),
+    [*((family, 2) for family in FAMILIES), *((family, 4) for family in ("llada", "dream", "llada2"))],
+)
 def test_ranks_unmask_together_what_one_does(family: str, tp_degree: int, golden_folder: Folder) -> None:
     info = read_model_info(golden_folder(f"{family}/model_B"))  # fewer KV heads than ranks
     model = ModelSpec(info.path, "auto", "float32", info.mask_id, list(info.eos_ids))
@@ -49,3 +53,16 @@ def test_a_model_runs_on_dummy_weights(family: str, golden_folder: Folder) -> No
     llm = LLM(golden_folder(f"{family}/model_B"), load_format="dummy")
     (out,) = llm.generate([[1, 2, 3]], DecodingParams(gen_length=8, block_length=8, ignore_eos=True))
     assert len(out.token_ids) == 8
+
+
+def test_what_chooses_experts_is_read_as_it_is_whatever_the_models_dtype(golden_folder: Folder) -> None:
+    info = read_model_info(golden_folder("llada2/model_A"))
+    read = {
+        ask: tensor
+        for ask, tensor in tensors(build(0, 1, dtype="bfloat16", info=info)).items()
+        if ask.name.endswith("expert_bias")
+    }
+    assert read
+    with safe_open(f"{info.path}/model.safetensors", framework="pt") as file:
+        for ask, tensor in read.items():
+            assert torch.equal(tensor, file.get_tensor(ask.name))

@@ -20,7 +20,8 @@ from dlmserve.errors import CheckpointError
 class Ask(NamedTuple):
     """The tensor `name` of full shape `shape`, or its slice start..stop - 1 along `dim`.
 
-    `part` tells apart the slices that a rank asks of one tensor, such as its queries, keys and values.
+    `part` tells apart the slices that a rank asks of one tensor, such as its queries, keys and values. `dtype`: wanted
+    whatever the model's is.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Ask(NamedTuple):
     start: int = 0
     stop: int = 0
     part: int = 0
+    dtype: torch.dtype | None = None
 
 
 class Weights(Protocol):
@@ -46,7 +48,7 @@ class SafetensorsWeights:
         self._open_files: dict[Path, safe_open] = {}
 
     def get(self, ask: Ask) -> Tensor:
-        name, shape, dim, start, stop, _ = ask
+        name, shape, dim, start, stop, _, dtype = ask
         source = self._slice(name)
         found = tuple(source.get_shape())
         if found != shape:
@@ -54,7 +56,7 @@ class SafetensorsWeights:
         columns = slice(None) if dim is None else slice(start, stop)
         part = source[:, columns] if dim == 1 else source[columns]
         # A copy even where dtype and device fit: a slice of the mapped file would keep the file's pages in use.
-        return part.to(device=self._device, dtype=self._dtype, copy=True)
+        return part.to(device=self._device, dtype=dtype or self._dtype, copy=True)
 
     def _slice(self, name: str):  # noqa: ANN202  (safetensors has no public type for it)
         path = self._file_of.get(name)
@@ -75,11 +77,12 @@ class DummyWeights:
         self._dtype, self._device = dtype, device
 
     def get(self, ask: Ask) -> Tensor:
-        name, shape, dim, start, stop, _ = ask
+        name, shape, dim, start, stop, _, dtype = ask
+        options = {"dtype": dtype or self._dtype, "device": self._device}
         if len(shape) == 1 and not name.endswith("bias"):
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
+            return torch.ones(shape, **options)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        full = torch.empty(shape, dtype=self._dtype, device=self._device)
+        full = torch.empty(shape, **options)
         full.normal_(0.0, 1.0 / math.sqrt(shape[-1]), generator=generator)
         return full if dim is None else full.narrow(dim, start, stop - start).clone()
 

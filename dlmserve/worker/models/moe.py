@@ -148,10 +148,12 @@ class Moe:
         root = f"{prefix}mlp."
         self._asks = [Ask(f"{root}gate.weight", (config.num_experts, hidden_size))]
         if config.sigmoid:
-            self._asks.append(Ask(f"{root}gate.expert_bias", (config.num_experts,)))
+            # Biases that differ little decide between experts.
+            bias = Ask(f"{root}gate.expert_bias", (config.num_experts,), dtype=torch.float32)
+            self._asks.append(bias)
         self._kept = [source.get(ask) for ask in self._asks]
         self._router = self._kept[0].float()
-        self._bias = self._kept[1].float() if config.sigmoid else None
+        self._bias = self._kept[1] if config.sigmoid else None
 
         def asks(name: str, size: int, part: tuple[int, int]) -> MlpAsks:
             gate, up, down = (f"{root}{name}.{each}" for each in PARTS)
