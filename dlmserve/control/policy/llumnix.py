@@ -39,8 +39,10 @@ def greedy_moves(view: View, max_tokens: int | None, margin: float) -> Iterator[
         request = view.requests[number]
         source, num_tokens = view.cluster.instances[request.instance or ""], len(request.canvas)
         here, there = source.slot.index, target.slot.index
-        there_s = view.costs.step_s(target.tp_degree, tokens[there] + num_tokens)
-        if source is target or there_s >= step_s[here] * (1 - margin):
+        wanted_s = step_s[here] * (1 - margin)
+        if source is target or step_s[there] >= wanted_s:
+            continue  # the usual case; with the request on it no batch is faster
+        if view.costs.step_s(target.tp_degree, tokens[there] + num_tokens) >= wanted_s:
             continue
         if not view.has_room(target, request, max_tokens):
             continue
