@@ -1,13 +1,16 @@
 """The learned step predictor: what it learns from, its error, and that a higher threshold takes longer."""
 
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dlmserve.control.policy import step_predictor
 from dlmserve.control.policy.predictions import FEATURES, Progress, features
 from dlmserve.control.policy.step_predictor import (
+    FEATURE_SETS,
     CatBoostPredictor,
     error_ratio,
     errors_by_features,
@@ -29,6 +32,17 @@ def tables() -> tuple[StepTable, StepTable]:
     return tuple(step_traces.record(SCENARIO, THRESHOLDS, first, seed) for first, seed in ((0, 1), (1000, 2)))  # type: ignore[return-value]
 
 
+@pytest.fixture(scope="module")
+def few_rows(tables: tuple[StepTable, StepTable]) -> StepTable:
+    """Enough to learn from."""
+    return tables[0].select(np.arange(0, len(tables[0].steps_left), 16))
+
+
+@pytest.fixture(scope="module")
+def trained(few_rows: StepTable) -> CatBoostPredictor:
+    return CatBoostPredictor.train(few_rows)
+
+
 def test_rows_count_down_to_the_last_step(tables: tuple[StepTable, StepTable]) -> None:
     table = tables[0]
     assert table.features.shape == (len(table.steps_left), len(FEATURES))
@@ -36,9 +50,13 @@ def test_rows_count_down_to_the_last_step(tables: tuple[StepTable, StepTable]) -
     assert (np.diff(table.steps_left)[table.steps_left[:-1] > 1] == -1).all()
 
 
-def test_progress_more_than_halves_the_error(tables: tuple[StepTable, StepTable]) -> None:
-    train, held_out = (table.select(np.arange(0, len(table.steps_left), 16)) for table in tables)
-    errors = errors_by_features(train, held_out)
+def test_progress_more_than_halves_the_error(
+    tables: tuple[StepTable, StepTable], few_rows: StepTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = {name: FEATURE_SETS[name] for name in ("output length", "+ confidence")}
+    monkeypatch.setattr(step_predictor, "FEATURE_SETS", two)
+    held_out = tables[1].select(np.arange(0, len(tables[1].steps_left), 16))
+    errors = errors_by_features(few_rows, held_out)
     assert errors["+ confidence"].after_step < 0.5 * errors["output length"].after_step
     assert errors["+ confidence"].after_step < 0.25
 
@@ -51,9 +69,8 @@ def test_a_prediction_that_is_held_loses_one_a_step_and_is_renewed_after_so_many
     assert held_between(predicted, table, 100).tolist() == [9, 8, 7, 6, 7, 6]
 
 
-def test_rare_predictions_are_worse(tables: tuple[StepTable, StepTable]) -> None:
-    train, held_out = tables[0].select(np.arange(0, len(tables[0].steps_left), 16)), tables[1]
-    errors = errors_by_refresh(CatBoostPredictor.train(train), held_out)
+def test_rare_predictions_are_worse(tables: tuple[StepTable, StepTable], trained: CatBoostPredictor) -> None:
+    errors = errors_by_refresh(trained, tables[1])
     assert list(errors) == [1, 2, 4, 8, 16, 32]
     assert errors[1] < errors[32]
 
@@ -71,25 +88,24 @@ def make_table(num_unmasked: list[int]) -> StepTable:
     rows, steps = [], 0
     for count in num_unmasked:
         steps = steps + 1 if count else 0
-        rows.append(Progress(1, steps, count, 0, count, 64, 32, 9, 64 - count, ()))
+        rows.append(Progress(1, steps, count, 0, count, 64, 32, 9, 64 - count, array("d")))
     left = np.ones(len(rows))
     return StepTable(features(rows), np.full(len(rows), 0.9), left, left)
 
 
 def test_a_higher_threshold_never_takes_fewer_steps(
-    tables: tuple[StepTable, StepTable], tmp_path: Path
+    tables: tuple[StepTable, StepTable], trained: CatBoostPredictor, tmp_path: Path
 ) -> None:
-    predictor = CatBoostPredictor.train(tables[0].select(np.arange(0, len(tables[0].steps_left), 16)))
     rows = tables[1].features[::97]
-    steps = predictor.predict(rows, np.array([0.9, 0.8, 0.7, 0.6, 0.5]))
+    steps = trained.predict(rows, np.array([0.9, 0.8, 0.7, 0.6, 0.5]))
     assert steps.shape == (len(rows), 5)
     assert (np.diff(steps, axis=1) <= 1e-9).all()
     assert (steps >= 1).all()
 
-    predictor.save(tmp_path / "steps.cbm")
+    trained.save(tmp_path / "steps.cbm")
     again = CatBoostPredictor.load(tmp_path / "steps.cbm").predict(rows, np.array([0.9, 0.8, 0.7, 0.6, 0.5]))
     assert np.array_equal(again, steps)
-    assert Forest(predictor).predict(rows, np.array([0.9, 0.8, 0.7, 0.6, 0.5])) == pytest.approx(steps)
+    assert Forest(trained).predict(rows, np.array([0.9, 0.8, 0.7, 0.6, 0.5])) == pytest.approx(steps)
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
