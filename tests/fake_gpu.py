@@ -1,6 +1,6 @@
-"""A GPU that is none: CudaDevice with its few calls of torch.cuda done on the CPU, and a book of what was asked.
+"""A GPU that is none (bench/gpu/stub.py), and a book of what was asked.
 
-Host and device buffers are two, and both copies are late: a host buffer that is written before the wait for what was
+Both copies are late: a host buffer that is written before the wait for what was
 queued with it, or read before it, shows. A capture replays the work it was given.
 """
 
@@ -9,24 +9,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dlmserve.worker.device import CudaDevice
-
-POISON = 0x7F
+from bench.gpu.stub import POISON, HostGpu
 
 
-class FakeGpu(CudaDevice):
+class FakeGpu(HostGpu):
     """`memory`: (free, total) bytes and `peak`: what the largest step takes; None: pages are not sized by it."""
 
     def __init__(self, memory: tuple[int, int] | None = None, peak: int = 0) -> None:
-        super().__init__("cpu")
+        super().__init__()
         self.book: list[str] = []
         self.num_captures = 0
         self._memory, self._peak = memory, peak
         self._uploads: list[tuple[Tensor, Tensor]] = []  # host, and what it held
         self._downloads: list[tuple[Tensor, Tensor]] = []
-
-    def buffers(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        return self._pinned(num_bytes), torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def upload(self, host: Tensor, device: Tensor) -> None:
         self.book.append("upload")
@@ -56,16 +51,13 @@ class FakeGpu(CudaDevice):
         work()
         return self._peak
 
-    def _pinned(self, num_bytes: int) -> Tensor:
-        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
-
     def _download(self, packed: Tensor, arrived: Tensor) -> None:
         arrived.fill_(POISON)
         self._downloads.append((packed, arrived))
 
     def _mark(self) -> Callable[[], None]:
         self.book.append("download")
-        return self.wait
+        return super()._mark()
 
     def _check_uploads(self) -> None:
         for host, before in self._uploads:

@@ -97,10 +97,7 @@ def test_every_key_that_a_span_sees_was_made_from_what_is_before_it_now(
 
 
 def resident_of(state: RequestState) -> Resident:
-    spec = state.spec
-    place = (spec.output_start, spec.output_end, spec.limit, spec.decoding)
-    admit = Admit(0, list(state.canvas), *place, state.steps, state.steps_in_block)
-    return Resident(admit, MASK, frozenset(), False)
+    return Resident(admit_of(state), MASK, frozenset(), False)
 
 
 def test_a_fixed_schedule_has_a_whole_blocks_quota_in_the_block_that_the_prompt_began() -> None:

@@ -19,6 +19,7 @@ from dlmserve.kernels import chunked, cuda
 from dlmserve.worker.device import CudaDevice
 
 TOKEN, CONFIDENCE = 7, 0.5
+POISON = 0x7F  # in buffers that nothing was written to
 
 
 class HostGpu(CudaDevice):
@@ -28,7 +29,7 @@ class HostGpu(CudaDevice):
         super().__init__("cpu")
 
     def buffers(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        return self._pinned(num_bytes), torch.zeros(num_bytes, dtype=torch.uint8)
+        return self._pinned(num_bytes), self._pinned(num_bytes)
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         work()
@@ -45,7 +46,7 @@ class HostGpu(CudaDevice):
         return 0
 
     def _pinned(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def _mark(self) -> Callable[[], None]:
         return self.wait

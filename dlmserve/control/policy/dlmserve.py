@@ -153,8 +153,8 @@ class Dlmserve(SloPolicy):
         return int(np.lexsort((batches, step_s))[0])
 
     def refresh_blocks(self, request: RequestState) -> int:
-        usual = request.spec.decoding.refresh_blocks
         decoding = request.spec.decoding
+        usual = decoding.refresh_blocks
         has_lever = decoding.cache == "dual" and not decoding.block_causal
         if not self._refreshing or request.spec.pinned or not has_lever:
             return usual

@@ -5,7 +5,7 @@ which only a recompute step covers: that step reveals this one column and nothin
 """
 
 from dlmserve.worker.models.config import DecoderConfig, TensorNames
-from dlmserve.worker.models.options import check_options
+from dlmserve.worker.models.options import check_options, read_sizes
 
 NAMES = TensorNames(
     embedding="model.embed_tokens.weight",
@@ -28,20 +28,4 @@ REQUIRED = {"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": Fa
 def read_config(config: dict) -> DecoderConfig:
     """Raises CheckpointError for an option that this file does not implement."""
     check_options(config, REQUIRED, "Dream")
-    heads = config["num_attention_heads"]
-    return DecoderConfig(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        mlp_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_len=config["max_position_embeddings"],
-        rope_theta=config["rope_theta"],
-        norm_eps=config["rms_norm_eps"],
-        qkv_bias=True,
-        rope_in_float32=False,
-        shifted_logits=True,
-        tied_head=bool(config.get("tie_word_embeddings")),
-    )
+    return read_sizes(config, mlp_size=config["intermediate_size"], qkv_bias=True, shifted_logits=True)

@@ -6,7 +6,7 @@ Source: the public configuration and model file of inclusionAI/LLaDA2.0-mini.
 
 from dlmserve.worker.models.config import DecoderConfig, TensorNames
 from dlmserve.worker.models.moe import MoeConfig
-from dlmserve.worker.models.options import check_options
+from dlmserve.worker.models.options import check_options, read_rotary_dim, read_sizes
 
 NAMES = TensorNames(
     embedding="model.word_embeddings.weight",
@@ -40,28 +40,14 @@ REQUIRED = {
 def read_config(config: dict) -> DecoderConfig:
     """Raises CheckpointError for an option that this file does not implement."""
     check_options(config, REQUIRED, "LLaDA 2")
-    num_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    expert_size = config["moe_intermediate_size"]
-    return DecoderConfig(
-        num_layers=num_layers,
-        hidden_size=config["hidden_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
+    expert_size, num_dense = config["moe_intermediate_size"], config["first_k_dense_replace"]
+    return read_sizes(
+        config,
         mlp_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_len=config["max_position_embeddings"],
-        rope_theta=config["rope_theta"],
-        norm_eps=config["rms_norm_eps"],
-        qkv_bias=False,
-        rope_in_float32=False,
-        shifted_logits=False,
-        tied_head=bool(config.get("tie_word_embeddings")),
         qk_norm=True,
-        rotary_dim=int(head_dim * (config.get("partial_rotary_factor") or 1)),
+        rotary_dim=read_rotary_dim(config),
         moe=MoeConfig(
-            layers=tuple(i >= config["first_k_dense_replace"] for i in range(num_layers)),
+            layers=tuple(i >= num_dense for i in range(config["num_hidden_layers"])),
             num_experts=config["num_experts"],
             num_chosen=config["num_experts_per_tok"],
             expert_size=expert_size,

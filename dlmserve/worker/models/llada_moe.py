@@ -11,7 +11,7 @@ from dlmserve.errors import CheckpointError
 from dlmserve.worker.models import dream
 from dlmserve.worker.models.config import DecoderConfig
 from dlmserve.worker.models.moe import MoeConfig
-from dlmserve.worker.models.options import check_options
+from dlmserve.worker.models.options import check_options, read_rotary_dim, read_sizes
 
 NAMES = replace(dream.NAMES, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 REQUIRED = {
@@ -32,30 +32,16 @@ REQUIRED = {
 def read_config(config: dict) -> DecoderConfig:
     """Raises CheckpointError for an option that this file does not implement."""
     check_options(config, REQUIRED, "LLaDA-MoE")
-    num_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    mixed = config["moe_layer_freq"]
+    num_layers, mixed = config["num_hidden_layers"], config["moe_layer_freq"]
     if not isinstance(mixed, list) or len(mixed) != num_layers:
         raise CheckpointError(
             f"config.json has moe_layer_freq={mixed!r}; LLaDA-MoE is served with a list for its {num_layers} layers"
         )
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return DecoderConfig(
-        num_layers=num_layers,
-        hidden_size=config["hidden_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
+    return read_sizes(
+        config,
         mlp_size=config["dense_intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_len=config["max_position_embeddings"],
-        rope_theta=config["rope_theta"],
-        norm_eps=config["rms_norm_eps"],
-        qkv_bias=False,
-        rope_in_float32=False,
-        shifted_logits=False,
-        tied_head=bool(config.get("tie_word_embeddings")),
         qk_norm=bool(config.get("qk_layernorm")),
-        rotary_dim=int(head_dim * (config.get("partial_rotary_factor") or 1)),
+        rotary_dim=read_rotary_dim(config),
         moe=MoeConfig(
             layers=tuple(map(bool, mixed)),
             num_experts=config["num_experts"],
