@@ -119,13 +119,24 @@ def test_a_block_that_goes_on_elsewhere_keeps_its_course() -> None:
     unmasking, whole = Unmasking(load_calibration(), seed=0), (1 << 32) - 1
     stays = [unmasking.begin_block(number, 1, whole, 0.9) for number in range(4)]
     for _ in range(3):
-        unmasking.step(stays)
+        for block in stays:
+            block.step()
     moved = [unmasking.begin_block(number, 1, stays[number].masked, 0.9, 3) for number in range(4)]
     assert all(block.masked for block in stays), "there is something left to compare"
     for block, other in zip(stays, moved, strict=True):
         while block.masked:
-            assert unmasking.step([block]) == unmasking.step([other])
+            assert block.step() == other.step()
             assert block.masked == other.masked
+
+
+def test_a_threshold_that_changes_counts_for_a_step_that_was_computed_ahead() -> None:
+    """Whoever steps first has everybody's next step computed."""
+    unmasking, whole = Unmasking(load_calibration(), seed=0), (1 << 32) - 1
+    first, second = (unmasking.begin_block(number, 0, whole, 0.9) for number in range(2))
+    first.step()
+    assert second.next, "it is computed ahead"
+    second.set_threshold(0.5)
+    assert second.step() == unmasking.begin_block(1, 0, whole, 0.5).step()
 
 
 def test_tokens_pass_the_threshold_or_are_the_best_alone() -> None:

@@ -42,9 +42,6 @@ class Replay:
     ) -> "ReplayedBlock":
         return ReplayedBlock(self.courses.get(request, []), START[request] + block * BLOCK, masked)
 
-    def step(self, blocks: list["ReplayedBlock"]) -> list[tuple[list[int], list[float]]]:
-        return [block.step() for block in blocks]
-
 
 @dataclass
 class ReplayedBlock:

@@ -13,8 +13,6 @@ import numpy as np
 from dlmserve.control.policy.predictions import FEATURES, OUTPUT_LENGTH
 from dlmserve.control.policy.step_predictor import CatBoostPredictor
 
-MAX_DEPTH = 8  # splits of a tree: they make one byte, the index of its leaf
-
 
 class Forest:
     """A StepPredictor that predicts what `trained` does."""
@@ -26,31 +24,43 @@ class Forest:
             model = json.loads(file.read_text(encoding="utf-8"))
         trees = model["oblivious_trees"]
         self._scale, (self._bias,) = model["scale_and_bias"]
+        depth = max(len(tree["splits"]) for tree in trees)
         # A tree of fewer splits is filled up with some that no value passes.
-        columns = np.zeros((len(trees), MAX_DEPTH), dtype=np.intp)
-        borders = np.full((len(trees), MAX_DEPTH), np.inf, dtype=np.float32)
-        self._leaves = np.zeros((len(trees), 2**MAX_DEPTH))
-        for row, tree in enumerate(trees):
+        columns = np.zeros((depth, len(trees)), dtype=np.intp)
+        borders = np.full((depth, len(trees)), np.inf, dtype=np.float32)
+        self._leaves = np.zeros((len(trees), 2**depth))
+        for number, tree in enumerate(trees):
             for place, split in enumerate(tree["splits"]):
-                columns[row, place] = split["float_feature_index"]
-                borders[row, place] = split["border"]
-            self._leaves[row, : len(tree["leaf_values"])] = tree["leaf_values"]
-        self._first_leaf = np.arange(len(trees)) * 2**MAX_DEPTH
+                columns[place, number] = split["float_feature_index"]
+                borders[place, number] = split["border"]
+            self._leaves[number, : len(tree["leaf_values"])] = tree["leaf_values"]
+        self._first_leaf = np.arange(len(trees))[:, None] * 2**depth
+        self._weights = (1 << np.arange(depth, dtype=np.uint8))[
+            :, None, None
+        ]  # of a split's outcome in a leaf's index
         # The threshold is the last input. Its splits and the features' set different bits of a leaf's index.
         of_threshold = columns == len(FEATURES)
-        self._columns = np.where(of_threshold, 0, columns).ravel()
-        self._borders = np.where(of_threshold, np.float32(np.inf), borders).ravel()
-        self._threshold_borders = np.where(of_threshold, borders, np.float32(np.inf)).ravel()
+        self._columns = np.where(of_threshold, 0, columns)
+        self._borders = np.where(of_threshold, np.float32(np.inf), borders)[:, :, None]
+        self._threshold_borders = np.where(of_threshold, borders, np.float32(np.inf))[:, :, None]
+        self._leaves_at: dict[float, np.ndarray] = {}
 
     def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-        by_features = _bits(features.astype(np.float32)[:, self._columns] > self._borders)
-        by_threshold = _bits(thresholds.astype(np.float32)[:, None] > self._threshold_borders)
-        leaf = by_features[:, None] + by_threshold
-        values = self._leaves.ravel()[leaf + self._first_leaf].sum(axis=2)
+        passed = features.astype(np.float32).T[self._columns] > self._borders
+        leaf = self._leaf(passed) + self._first_leaf
+        by_threshold = map(self._leaves_of, thresholds.tolist())
+        values = np.stack([np.take(leaves, leaf).sum(axis=0) for leaves in by_threshold], axis=1)
         share = self._scale * values + self._bias
         return np.maximum(share * features[:, OUTPUT_LENGTH, None], 1.0)
 
+    def _leaf(self, passed: np.ndarray) -> np.ndarray:
+        """Each tree's leaf by the splits that are passed, bool [depth, trees, n] -> uint8 [trees, n]."""
+        return (passed.view(np.uint8) * self._weights).sum(axis=0, dtype=np.uint8)
 
-def _bits(passed: np.ndarray) -> np.ndarray:
-    """One byte for each row and tree of bool [n, trees * MAX_DEPTH]."""
-    return np.packbits(passed, axis=1, bitorder="little")
+    def _leaves_of(self, threshold: float) -> np.ndarray:
+        """Values by the leaf that the features alone lead to, all trees in a row."""
+        if threshold not in self._leaves_at:
+            fixed = self._leaf(np.float32(threshold) > self._threshold_borders)
+            reached = fixed | np.arange(self._leaves.shape[1])
+            self._leaves_at[threshold] = np.take_along_axis(self._leaves, reached, axis=1).ravel()
+        return self._leaves_at[threshold]

@@ -6,7 +6,7 @@ the caller's. Covers the threshold rule without temperature, and models whose lo
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from dlmserve.messages import Admit, Cancel, Command, Failure, Release, RequestStep, SetRefresh, SetThreshold
 
@@ -23,6 +23,10 @@ class DecodingBlock(Protocol):
 
     def set_threshold(self, threshold: float) -> None: ...
 
+    def step(self) -> tuple[list[int], list[float]]:
+        """Positions in it that its next step unmasks, ascending, and their confidences."""
+        ...
+
 
 class BlockDecoder(Protocol):
     """What decides which masks of a block fall in a step; see `unmasking.Unmasking`."""
@@ -30,10 +34,6 @@ class BlockDecoder(Protocol):
     def begin_block(
         self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
     ) -> DecodingBlock: ...
-
-    def step(self, blocks: list[Any]) -> list[tuple[list[int], list[float]]]:
-        """Of each block that it began: positions in it that this step unmasks, ascending, and their confidences."""
-        ...
 
 
 @dataclass
@@ -194,14 +194,14 @@ class SimulatedEngine:
 
     def _unmask(self, chosen: list[Resident]) -> list[RequestStep]:
         steps = []
-        unmasked = self._decoder.step([resident.decoding for resident in chosen])
-        for resident, (positions, confidences) in zip(chosen, unmasked, strict=True):
+        for resident in chosen:
+            positions, confidences = resident.decoding.step()
             first, eos_at = resident.block_start, resident.eos_at
             columns = [first + position for position in positions]
             tokens = [TEXT] * len(columns)
             if columns[-1] >= eos_at:
                 tokens = [EOS if column >= eos_at else TEXT for column in columns]
-            finished = self._finished(resident)
+            finished = "" if resident.block_end < resident.answer_end else _finished(resident)
             step = RequestStep(
                 resident.request,
                 resident.needs_recompute,
@@ -220,15 +220,6 @@ class SimulatedEngine:
                 self._next_block(resident)
         return steps
 
-    def _finished(self, resident: Resident) -> Finished:
-        """ "stop" once no mask is before the first EOS, "length" once none is in the answer, else ""."""
-        end = resident.answer_end
-        if resident.block_end < end:
-            return ""
-        if resident.decoding.masked & ((1 << (end - resident.block_start)) - 1):
-            return ""
-        return "stop" if resident.eos_at < end else "length"
-
     def _next_block(self, resident: Resident) -> None:
         length = resident.block_end - resident.block_start
         resident.block += 1
@@ -246,6 +237,14 @@ class SimulatedEngine:
         assert held == self.num_pages_in_use <= self.num_pages, (
             f"{held} pages held, {self.num_pages_in_use} counted"
         )
+
+
+def _finished(resident: Resident) -> Finished:
+    """In its answer's last block: "stop" once no mask is before the first EOS, "length" once none is in the answer."""
+    end = resident.answer_end
+    if resident.decoding.masked & ((1 << (end - resident.block_start)) - 1):
+        return ""
+    return "stop" if resident.eos_at < end else "length"
 
 
 def _last_step(resident: Resident) -> int:

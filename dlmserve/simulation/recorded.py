@@ -70,6 +70,3 @@ class RecordedUnmasking:
         self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
     ) -> RecordedBlock:
         return RecordedBlock(self._courses[request], block, masked, threshold)
-
-    def step(self, blocks: Sequence[RecordedBlock]) -> list[tuple[list[int], list[float]]]:
-        return [block.step() for block in blocks]

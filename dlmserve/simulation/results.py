@@ -6,6 +6,7 @@ unmasked at g; a request's accuracy is the mean over its tokens. Held against th
 bends).
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +30,7 @@ class QualityProxy:
         return self._known[threshold]
 
 
-@dataclass
+@dataclass(slots=True)
 class Outcome:
     """One request's end. `latency_s` is None where it was dropped while it waited."""
 
@@ -56,11 +57,11 @@ class Ledger:
     num_reconfigurations: int = 0
     num_tokens: int = 0
     ended_at: float = 0.0
-    _worth: dict[int, float] = field(default_factory=dict)  # per live request: accuracy times tokens
+    # Per live request: accuracy times tokens.
+    _worth: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def on_step(self, request: int, threshold: float, num_unmasked: int) -> None:
-        worth = self.quality.accuracy(threshold) * num_unmasked
-        self._worth[request] = self._worth.get(request, 0.0) + worth
+        self._worth[request] += self.quality.accuracy(threshold) * num_unmasked
 
     def on_finish(self, request: int, arrived_at: float, slo_s: float, summary: Summary) -> None:
         num_tokens = summary.num_unmasked

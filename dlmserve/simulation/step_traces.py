@@ -98,8 +98,8 @@ class Oracle:
                 decoding = self._unmasking.begin_block(request, block, masked, threshold)
                 live.append(((block, i), decoding, needed))
         while live:
-            self._unmasking.step([decoding for _, decoding, _ in live])
-            for place, _, _ in live:
+            for place, decoding, _ in live:
+                decoding.step()
                 steps[place] += 1
             live = [each for each in live if each[1].masked & each[2]]
         return steps

@@ -16,9 +16,9 @@ thresholds only, never on who else is in the batch or on the policy. Knows nothi
 
 import csv
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import chain
 from statistics import NormalDist
 
 import numpy as np
@@ -69,30 +69,49 @@ def read_table(column: str) -> dict[float, float]:
 
 
 class UnmaskingBlock:
-    """A block that is being decoded (`instance.DecodingBlock`). `base`: its scores without what changes from step to
-    step, float32 [block_length], NEVER where nothing is masked; `noise_row`: of its next step.
+    """A block that is being decoded (`instance.DecodingBlock`). `own_row`, `noise_row`: of the parts of its scores that
+    stay and of those of its next step. `next`: that step, once it is computed: positions, confidences, masks left.
     """
 
-    __slots__ = ("_unmasking", "base", "cut", "masked", "noise_row")
+    __slots__ = ("_unmasking", "cut", "ease", "masked", "next", "noise_row", "own_row")
 
     def __init__(
-        self, unmasking: "Unmasking", base: np.ndarray, masked: int, noise_row: int, threshold: float
+        self, unmasking: "Unmasking", ease: float, own_row: int, noise_row: int, masked: int, threshold: float
     ) -> None:
-        self._unmasking = unmasking
-        self.base, self.masked, self.noise_row = base, masked, noise_row
-        self.set_threshold(threshold)
+        self._unmasking, self.ease = unmasking, ease
+        self.own_row, self.noise_row, self.masked = own_row, noise_row, masked
+        self.next: tuple[list[int], list[float], int] | None = None
+        self.cut = unmasking.cut(threshold)
+        unmasking.expect(self)
 
     def set_threshold(self, threshold: float) -> None:
-        self.cut = self._unmasking.cut(threshold)
+        cut = self._unmasking.cut(threshold)
+        if cut != self.cut:
+            self.cut, self.next = cut, None
+
+    def step(self) -> tuple[list[int], list[float]]:
+        """Positions in it that its next step unmasks, ascending, and their confidences."""
+        if self.next is None:
+            self._unmasking.look_ahead(self)
+            assert self.next
+        positions, confidences, self.masked = self.next
+        self.next = None
+        self.noise_row = (self.noise_row + KEYS_PER_STEP) % NUM_NOISE_ROWS
+        if self.masked:
+            self._unmasking.expect(self)
+        return positions, confidences
 
 
 class Unmasking:
-    """What blocks unmask; those of one step are computed together."""
+    """What blocks unmask. A step is computed together with the next one of all other blocks: numpy's cost is by
+    call, not by block. A block whose threshold changes before its step is computed anew.
+    """
 
     def __init__(self, calibration: Calibration, seed: int) -> None:
         self.calibration = calibration
         rng = np.random.default_rng(seed)
         length = calibration.block_length
+        assert length <= 32, f"blocks of {length} tokens: their masks are to fit in 32 bits"
         spread = calibration.spread
         self._own = spread.own * rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
         self._fresh = spread.fresh * rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
@@ -100,10 +119,11 @@ class Unmasking:
         self._places = np.arange(length, dtype=np.float32) * np.float32(spread.distance / length)
         context = spread.context * (1 - np.arange(length + 1) / length)
         # By masks left and by the first of them.
-        self._shifts = (context.astype(np.float32)[:, None] + self._places).tolist()
+        self._shifts = context.astype(np.float32)[:, None] + self._places
         self._knots, self._logits = _curve(calibration)
-        self._whole = (1 << length) - 1
+        self._bits = 1 << np.arange(length)
         self._cuts: dict[float, float] = {}
+        self._expected: list[UnmaskingBlock] = []  # will have a step, unless their request is gone by then
 
     def begin_block(
         self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
@@ -112,35 +132,38 @@ class Unmasking:
         spread, key = self.calibration.spread, _mix(request, block)
         ease = spread.request * self._ease[_mix(request) % NUM_NOISE_ROWS]
         ease += spread.block * self._ease[(key + 1) % NUM_NOISE_ROWS]
-        base = self._own[key % NUM_NOISE_ROWS] + (ease - self._places)
-        if masked != self._whole:
-            base[[not masked >> position & 1 for position in range(len(base))]] = NEVER
         noise_row = (key + KEYS_PER_STEP * steps_in_block) % NUM_NOISE_ROWS
-        return UnmaskingBlock(self, base, masked, noise_row, threshold)
+        return UnmaskingBlock(self, float(ease), key % NUM_NOISE_ROWS, noise_row, masked, threshold)
 
-    def step(self, blocks: Sequence[UnmaskingBlock]) -> list[tuple[list[int], list[float]]]:
-        """Of each block: positions in it that this step unmasks, ascending, and their confidences."""
-        shifts = [self._shifts[(left := block.masked).bit_count()][_first(left)] for block in blocks]
-        base = np.concatenate([block.base for block in blocks]).reshape(len(blocks), -1)
-        score = base + self._fresh[[block.noise_row for block in blocks]]
-        score += np.array(shifts, np.float32)[:, None]
-        chosen = score >= np.array([block.cut for block in blocks], np.float32)[:, None]
+    def expect(self, block: UnmaskingBlock) -> None:
+        self._expected.append(block)
+
+    def look_ahead(self, wanted: UnmaskingBlock) -> None:
+        """Computes the next step of this block and of all that are expected to have one."""
+        blocks = [block for block in self._expected if block.next is None and block is not wanted]
+        self._expected.clear()
+        self._compute([*blocks, wanted])
+
+    def _compute(self, blocks: list[UnmaskingBlock]) -> None:
+        states = [(block.own_row, block.noise_row, block.masked, block.ease, block.cut) for block in blocks]
+        table = np.fromiter(chain.from_iterable(states), float).reshape(len(states), -1).T
+        own_rows, noise_rows, masks = table[:3].astype(np.int64)
+        ease, cuts = table[3:].astype(np.float32)[:, :, None]
+        masked = np.unpackbits(masks.astype("<u4").view(np.uint8), bitorder="little").reshape(-1, 32)
+        masked = masked[:, : len(self._places)].view(bool)
+        score = self._own[own_rows] + (ease - self._places) + self._fresh[noise_rows]
+        score += self._shifts[masked.sum(1), masked.argmax(1)][:, None]
+        score[~masked] = NEVER
+        chosen = score >= cuts
         chosen[np.arange(len(blocks)), score.argmax(1)] = True
-        base[chosen] = NEVER
         positions = chosen.nonzero()[1].tolist()
         logits = np.interp(score[chosen], self._knots, self._logits)
         confidences = (1 / (1 + np.exp(-logits))).tolist()
-        steps, start = [], 0
-        for block, row, num in zip(blocks, base, chosen.sum(1).tolist(), strict=True):
-            end = start + num
-            unmasked, left = positions[start:end], block.masked
-            for position in unmasked:
-                left ^= 1 << position
-            block.masked, block.base = left, row
-            block.noise_row = (block.noise_row + KEYS_PER_STEP) % NUM_NOISE_ROWS
-            steps.append((unmasked, confidences[start:end]))
+        unmasked, start = chosen.dot(self._bits), 0
+        for block, fallen, left in zip(blocks, unmasked.tolist(), (masks - unmasked).tolist(), strict=True):
+            end = start + fallen.bit_count()
+            block.next = positions[start:end], confidences[start:end], left
             start = end
-        return steps
 
     def cut(self, threshold: float) -> float:
         """The score from which on the confidence is `threshold`; infinite for 1."""
@@ -148,10 +171,6 @@ class Unmasking:
             logit = np.log(threshold / (1 - threshold)) if threshold < 1 else np.inf
             self._cuts[threshold] = float(np.interp(logit, self._logits, self._knots, right=np.inf))
         return self._cuts[threshold]
-
-
-def _first(masked: int) -> int:
-    return (masked & -masked).bit_length() - 1
 
 
 def fit(tokens_per_step: dict[float, float], block_length: int, spread: Spread = Spread()) -> Calibration:

@@ -87,6 +87,10 @@ class Curve:
         tokens_per_request: float = 1.0,
     ) -> None:
         self._tokens, self._seconds = tokens, seconds
+        self._slopes = [0.0]  # of the piece that ends at each point
+        for each in range(1, len(tokens)):
+            self._slopes.append((seconds[each] - seconds[each - 1]) / (tokens[each] - tokens[each - 1]))
+        self._sizes = np.geomspace(tokens[0], tokens[-1], 64)
         self._request_s, self._tokens_per_request = request_s, tokens_per_request
         self._grid = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
         self.scale, self.offset_s = 1.0, 0.0
@@ -108,12 +112,12 @@ class Curve:
         tokens, seconds = self._grid
         profile_s = np.interp(num_tokens, tokens, seconds)
         beyond = np.maximum(num_tokens - tokens[-1], 0.0)
-        profile_s = profile_s + beyond * self._slope(len(tokens) - 1)
+        profile_s = profile_s + beyond * self._slopes[-1]
         return self.scale * (profile_s + self._usual_request_s * num_tokens) + self.offset_s
 
     def slope(self, num_tokens: float) -> float:
         """Seconds that one more token costs at this batch."""
-        return self.scale * (self._slope(self._segment(num_tokens)) + self._usual_request_s)
+        return self.scale * (self._slopes[self._segment(num_tokens)] + self._usual_request_s)
 
     def points(self, like: "Curve") -> list[tuple[float, float]]:
         """(packed tokens, seconds) of the profile's grid, with the correction that `like` has by now."""
@@ -136,9 +140,8 @@ class Curve:
         """The smallest batch whose cost per token is at most `excess` times the least."""
         age = self._num_observed // STALE_REPORTS
         if self._efficient is None or self._efficient[:2] != (excess, age):
-            sizes = np.geomspace(self._tokens[0], self._tokens[-1], 64)
-            per_token = self.step_s_many(sizes) / sizes
-            size = float(sizes[int((per_token <= excess * per_token.min()).argmax())])
+            per_token = self.step_s_many(self._sizes) / self._sizes
+            size = float(self._sizes[int((per_token <= excess * per_token.min()).argmax())])
             self._efficient = (excess, age, size)
         return self._efficient[2]
 
@@ -177,10 +180,6 @@ class Curve:
     def _segment(self, num_tokens: float) -> int:
         return min(max(bisect_right(self._tokens, num_tokens), 1), len(self._tokens) - 1)
 
-    def _slope(self, segment: int) -> float:
-        tokens, seconds = self._tokens, self._seconds
-        return (seconds[segment] - seconds[segment - 1]) / (tokens[segment] - tokens[segment - 1])
-
     @property
     def _usual_request_s(self) -> float:
         """Seconds of requests for each of their tokens, in the usual mix of spans."""
@@ -192,7 +191,7 @@ class Curve:
         if num_tokens <= self._tokens[0]:
             return self._seconds[0] + requests_s
         segment = self._segment(num_tokens)
-        tokens_s = self._seconds[segment] + (num_tokens - self._tokens[segment]) * self._slope(segment)
+        tokens_s = self._seconds[segment] + (num_tokens - self._tokens[segment]) * self._slopes[segment]
         return tokens_s + requests_s
 
 

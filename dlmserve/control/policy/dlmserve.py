@@ -12,8 +12,10 @@
 The number of residents is bounded by KV memory, not by 8192 tokens.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +40,16 @@ SHORT_STAY = 0.25  # of the SLO: while requests stay no longer, a larger batch d
 STAGGER_TOKENS = 2048  # where a token is cheapest on an H100: larger steps take longer than in proportion
 FULL = (-1.0, -1.0, -1.0)
 TURNAROUND_STEPS = 2  # that a seat stays empty: the next step has begun when the head hears of the free seat
+
+
+class Demand(NamedTuple):
+    """`work` is left of each row at each threshold [n, T], `rate`: what the cluster does of it per second."""
+
+    outlook: Outlook
+    work: np.ndarray
+    rate: float
+    slack_s: np.ndarray
+    savable: np.ndarray
 
 
 class Dlmserve(SloPolicy):
@@ -77,7 +89,7 @@ class Dlmserve(SloPolicy):
     def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
         self._update_batches(view)
         instances = [instance for instance in view.cluster.instances.values() if instance.has_room(0)]
-        free = np.array([self._free(view, each) for each in instances]).reshape(len(instances), 3)
+        free = self._free(view, instances)
         if not (free[:, 2] > 0).any():
             return
         self._line.update(now, view, self._step_s)
@@ -93,8 +105,8 @@ class Dlmserve(SloPolicy):
             self._batches[instance.slot.index] += needs[2]
             self._shares[request.number] = float(needs[2])
             self._line.placed(place)
-            free[chosen] = self._free(view, instance) if instance.has_room(0) else FULL
-            if not (free[:, 2] > 0).any() or not len(self._line.fitting(free)):
+            free[chosen] = self._free(view, [instance]) if instance.has_room(0) else FULL
+            if not len(self._line) or not (free[:, 2] > 0).any() or not len(self._line.fitting(free)):
                 return
 
     def _update_batches(self, view: View) -> None:
@@ -113,15 +125,26 @@ class Dlmserve(SloPolicy):
         self._shares = dict(shares)
         self._most_tokens.clear()
 
-    def _free(self, view: View, instance: Instance) -> tuple[float, float, float]:
-        """KV pages, tokens of canvases and tokens of a step that it still takes."""
-        pages, tokens = view.room_of(instance, self.max_resident_tokens)[1:]
-        if not self.options["efficient_batch"] or not instance.residents:
-            return pages, tokens, np.inf
-        degree = instance.tp_degree
+    def _free(self, view: View, instances: list[Instance]) -> np.ndarray:
+        """KV pages, tokens of canvases and tokens of a step that they still take, float [n, 3]."""
+        most = math.inf if self.max_resident_tokens is None else self.max_resident_tokens
+        batches, free = self._batches.tolist(), []
+        for each in instances:
+            pages = each.num_pages - each.num_pages_reserved
+            if not each.residents:
+                free.append((pages, math.inf, math.inf))
+                continue
+            tokens = self._most_step_tokens(view, each.tp_degree) - batches[each.slot.index]
+            free.append((pages, most - each.num_tokens, tokens))
+        return np.array(free).reshape(len(instances), 3)
+
+    def _most_step_tokens(self, view: View, degree: int) -> float:
+        """As long as its residents are as they were surveyed."""
+        if not self.options["efficient_batch"]:
+            return math.inf
         if degree not in self._most_tokens:
             self._most_tokens[degree] = self._find_most_tokens(view, degree)
-        return pages, tokens, self._most_tokens[degree] - self._batches[instance.slot.index]
+        return self._most_tokens[degree]
 
     def _find_most_tokens(self, view: View, degree: int) -> float:
         """Of a step: efficient, or short."""
@@ -171,20 +194,32 @@ class Dlmserve(SloPolicy):
         rows = view.work.rows()
         if not np.isfinite(rows["deadline"]).any() or not view.cluster.serving():
             return rows.index("top")
-        usual = self.outlook(view, rows, self._usual_refresh)
+        usual, relaxed = self._usual_refresh, self.options["refresh_blocks"]
+        outlook = self.outlook(view, rows, relaxed if self._refreshing else usual)
+        demand = self._demand(now, view, outlook)
         if self.options["refresh"] and now >= self._refresh_changed_at + REFRESH_HOLD_S:
-            self._switch_refresh(now, view, usual)
-        if self._refreshing:
-            usual = self.outlook(view, rows, self.options["refresh_blocks"])
-        return self._caps_of(now, view, usual, self.options["supply"])
+            other = outlook.with_refresh(usual if self._refreshing else relaxed)
+            others_demand = self._demand(now, view, other)
+            if self._refreshing:
+                wanted = self._wants_refresh(others_demand, demand, REFRESH_HYSTERESIS)
+            else:
+                wanted = self._wants_refresh(demand, others_demand)
+            if wanted != self._refreshing:
+                self._refreshing, self._refresh_changed_at = wanted, now
+                demand = others_demand
+        return self._caps_of(demand, self.options["supply"])
 
-    def _caps_of(self, now: float, view: View, outlook: Outlook, supply: float) -> np.ndarray:
-        rows = outlook.rows
-        work, rate = self._work(view, outlook)
-        rate *= supply
-        slack_s, savable = outlook.slack_s(now), outlook.savable(now)
+    def _wants_refresh(self, usual: Demand, relaxed: Demand, hysteresis: float = 1.0) -> bool:
+        """Where without it thresholds would have to fall, with some reserve, and if it pays."""
+        if relaxed.outlook.tokens.sum() > REFRESH_PAYS * usual.outlook.tokens.sum():
+            return False
+        caps = self._caps_of(usual, self.options["refresh_supply"] * hysteresis)
+        return bool((caps > usual.outlook.rows["top"]).any())
+
+    def _caps_of(self, demand: Demand, supply: float) -> np.ndarray:
+        rows, work, rate = demand.outlook.rows, demand.work, demand.rate * supply
         if self.options["levels"]:
-            limits = deadline_limits(slack_s, savable, rate)
+            limits = deadline_limits(demand.slack_s, demand.savable, rate)
             return level_caps(work, rows["top"], rows["bottom"], limits, rows["priority"])
         horizon_s = float(rows["slo_s"][np.isfinite(rows["slo_s"])].mean())
         order = np.lexsort((rows["number"], -rows["priority"]))
@@ -193,8 +228,8 @@ class Dlmserve(SloPolicy):
         caps[order] = greedy_caps(work[order], top, bottom, rate * horizon_s)
         return caps
 
-    def _work(self, view: View, outlook: Outlook) -> tuple[np.ndarray, float]:
-        """(work left [n, T], work that the cluster does per second), at the batch sizes that the load makes.
+    def _demand(self, now: float, view: View, outlook: Outlook) -> Demand:
+        """At the batch sizes that the load makes.
 
         A request's share of a step is its tokens' part and an equal part of what a step costs without any;
         in seconds of an instance of the smallest TP degree, others count by their speed.
@@ -211,20 +246,13 @@ class Dlmserve(SloPolicy):
         speed = 0.0
         for each, num in Counter(instance.tp_degree for instance in serving).items():
             speed += num * alone_s / (view.costs.step_s(each, batch) * view.pace.ratio(each))
-        if not self.options["instance_seconds"]:
-            return outlook.tokens, speed * batch / alone_s
-        fixed_s, per_token_s = view.costs.line(degree, batch)
-        work = outlook.steps * (fixed_s / beside) + outlook.tokens * per_token_s
-        return np.maximum.accumulate(work[:, ::-1], axis=1)[:, ::-1], speed
-
-    def _switch_refresh(self, now: float, view: View, usual: Outlook) -> None:
-        """On while without it thresholds would have to fall, with some reserve, and if it pays."""
-        supply = self.options["refresh_supply"] * (REFRESH_HYSTERESIS if self._refreshing else 1.0)
-        short = (self._caps_of(now, view, usual, supply) > usual.rows["top"]).any()
-        relaxed = self.outlook(view, usual.rows, self.options["refresh_blocks"])
-        pays = relaxed.tokens.sum() <= REFRESH_PAYS * usual.tokens.sum()
-        if self._refreshing != (short and pays):
-            self._refreshing, self._refresh_changed_at = not self._refreshing, now
+        if self.options["instance_seconds"]:
+            fixed_s, per_token_s = view.costs.line(degree, batch)
+            work = outlook.steps * (fixed_s / beside) + outlook.tokens * per_token_s
+            work = np.maximum.accumulate(work[:, ::-1], axis=1)[:, ::-1]
+        else:
+            work, speed = outlook.tokens, speed * batch / alone_s
+        return Demand(outlook, work, speed, outlook.slack_s(now), outlook.savable(now))
 
     def refreshes(self, view: View) -> dict[int, int]:
         rows = view.work.rows()

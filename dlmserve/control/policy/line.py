@@ -35,6 +35,10 @@ class Line:
         self._ordered_at = -np.inf
         self.needs, self.stays_s = np.zeros((0, 3)), np.zeros(0)
 
+    def __len__(self) -> int:
+        """Those that were not placed yet."""
+        return self._num_left
+
     def update(self, now: float, view: View, step_s: Callable[[View, np.ndarray], np.ndarray]) -> None:
         """Looks who waits, unless that was done a moment ago and some of them still do.
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from dlmserve.control.policy.cluster import Instance
-from dlmserve.control.policy.outlook import step_times
 from dlmserve.control.policy.policy import Policy
 from dlmserve.control.policy.remaining import STAYING
 from dlmserve.control.policy.request import RequestState
@@ -31,16 +30,16 @@ def greedy_moves(view: View, max_tokens: int | None, margin: float) -> Iterator[
     near, serving = _near_block_start(view), view.cluster.serving()
     if not near or len(serving) < 2:
         return
-    slots = np.array([instance.slot.index for instance in serving])
-    tokens = _tokens_after_moves(view)
-    step_s = step_times(view, tokens)
-    target = serving[int(step_s[slots].argmin())]
+    tokens = _tokens_after_moves(view, serving)
+    target, there_s = _fastest(view, serving, tokens)
     for number in near:
         request = view.requests[number]
         source, num_tokens = view.cluster.instances[request.instance or ""], len(request.canvas)
         here, there = source.slot.index, target.slot.index
-        wanted_s = step_s[here] * (1 - margin)
-        if source is target or step_s[there] >= wanted_s:
+        if source is target:
+            continue
+        wanted_s = view.costs.step_s(source.tp_degree, tokens[here]) * (1 - margin)
+        if there_s >= wanted_s:
             continue  # the usual case; with the request on it no batch is faster
         if view.costs.step_s(target.tp_degree, tokens[there] + num_tokens) >= wanted_s:
             continue
@@ -49,21 +48,35 @@ def greedy_moves(view: View, max_tokens: int | None, margin: float) -> Iterator[
         yield Move(number, target.name)
         tokens[here] -= num_tokens
         tokens[there] += num_tokens
-        step_s = step_times(view, tokens)
-        target = serving[int(step_s[slots].argmin())]
+        target, there_s = _fastest(view, serving, tokens)
 
 
-def _tokens_after_moves(view: View) -> np.ndarray:
-    """Assigned tokens of each slot's instance, float [slots], once those that were asked back have moved."""
-    tokens = np.zeros(len(view.cluster.slots))
-    for instance in view.cluster.serving():
+def _fastest(view: View, serving: list[Instance], tokens: list[float]) -> tuple[Instance, float]:
+    """The instance whose step is the shortest, and its seconds: of a TP degree the one with the fewest tokens."""
+    fewest: dict[int, Instance] = {}
+    for instance in serving:
+        before = fewest.setdefault(instance.tp_degree, instance)
+        if tokens[instance.slot.index] < tokens[before.slot.index]:
+            fewest[instance.tp_degree] = instance
+    step_s = {degree: view.costs.step_s(degree, tokens[each.slot.index]) for degree, each in fewest.items()}
+    degree = min(step_s, key=step_s.__getitem__)
+    return fewest[degree], step_s[degree]
+
+
+def _tokens_after_moves(view: View, serving: list[Instance]) -> list[float]:
+    """Assigned tokens of each slot's instance once those that were asked back have moved."""
+    tokens = [0.0] * len(view.cluster.slots)
+    for instance in serving:
         tokens[instance.slot.index] = instance.num_tokens
     rows = view.work.rows()
     going = np.flatnonzero(rows["going_to"] != STAYING)
     if len(going):
-        moved = rows["whole_tokens"][going]
-        np.subtract.at(tokens, rows["slot"][going].astype(int), moved)
-        np.add.at(tokens, rows["going_to"][going].astype(int), moved)
+        moving = zip(
+            *(rows[name][going].tolist() for name in ("slot", "going_to", "whole_tokens")), strict=True
+        )
+        for here, there, num_tokens in moving:
+            tokens[int(here)] -= num_tokens
+            tokens[int(there)] += num_tokens
     return tokens
 
 

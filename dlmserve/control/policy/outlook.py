@@ -3,6 +3,7 @@
 A snapshot: computed from rows and the cost model when it is asked for. Decides nothing.
 """
 
+import copy
 from collections.abc import Iterable
 
 import numpy as np
@@ -30,8 +31,17 @@ class Outlook:
         self.steps = rows.steps_left()
         per_block = None if tokens_per_step is None else rows["block_length"][:, None] / tokens_per_step
         self.recomputes = rows.recomputes_left(self.steps, per_block)
-        refresh = rows["refresh_blocks"] if refresh_blocks is None else refresh_blocks
-        self.tokens = rows.tokens_left(self.steps, self.recomputes, rows.recompute_tokens(refresh))
+        self._count_tokens(rows["refresh_blocks"] if refresh_blocks is None else refresh_blocks)
+
+    def _count_tokens(self, refresh_blocks: np.ndarray | float) -> None:
+        each = self.rows.recompute_tokens(refresh_blocks)
+        self.tokens = self.rows.tokens_left(self.steps, self.recomputes, each)
+
+    def with_refresh(self, refresh_blocks: float) -> "Outlook":
+        """The same if all recomputed the whole canvas only every so many blocks."""
+        other = copy.copy(self)
+        other._count_tokens(refresh_blocks)
+        return other
 
     @property
     def step_tokens(self) -> np.ndarray:

@@ -79,8 +79,12 @@ def _confidence_features(rows: list[array]) -> np.ndarray:
     filled = [i for i, row in enumerate(rows) if row]
     if not filled:
         return table
-    ascending = [np.sort(np.frombuffer(rows[i])) for i in filled]
-    values, lengths = np.concatenate(ascending), np.array([len(row) for row in ascending])
+    lengths = np.array([len(rows[i]) for i in filled])
+    held = np.arange(lengths.max()) < lengths[:, None]
+    padded = np.full(held.shape, np.inf)
+    padded[held] = np.frombuffer(b"".join([rows[i] for i in filled]))
+    padded.sort(axis=1)
+    values = padded[held]
     starts = np.cumsum(lengths) - lengths
     table[filled, 3] = np.add.reduceat(values, starts) / lengths
     # numpy's linear quantiles.

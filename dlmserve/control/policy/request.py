@@ -111,6 +111,7 @@ class RequestState:
     moving_to: str | None = None
     instances: list[str] = field(default_factory=list)
     block: int = 0  # the one its next step works on
+    num_masks: int = field(init=False)  # of its output at the start
     masks_in_block: int = field(init=False)  # left in that block
     answer_end: int = field(init=False)  # column of the first end token so far, or where the answer is cut
     confidences: array = field(default_factory=lambda: array("d"))  # of its unmasked tokens, in any order
@@ -133,6 +134,7 @@ class RequestState:
         self.num_blocks = self.spec.decoding.grid.num_blocks(self.spec.output_start, self.output_length)
         self.threshold = self.spec.decoding.value
         self.refresh_blocks = self.spec.decoding.refresh_blocks
+        self.num_masks = self.canvas[self.spec.output_start : self.spec.output_end].count(self.mask_id)
         self.masks_in_block = self._count_masks(0)
 
     @property
@@ -163,10 +165,15 @@ class RequestState:
             self.output_length,
             block_length,
             spec.output_start,
-            self.canvas[spec.output_start : self.answer_end].count(self.mask_id),
+            self._num_masks_before_end(),
             self.confidences + array("d", self.masked_confidences),
             self.hidden,
         )
+
+    def _num_masks_before_end(self) -> int:
+        if self.answer_end == self.spec.output_end:
+            return self.num_masks - self.num_unmasked
+        return self.canvas[self.spec.output_start : self.answer_end].count(self.mask_id)
 
     def apply(self, step: RequestStep) -> StepUpdate:
         """Takes a step's tokens into the canvas and counts it."""
@@ -183,7 +190,7 @@ class RequestState:
         self.recompute_steps += step.recompute
         self.num_unmasked += num_unmasked
         self._threshold_sum += step.threshold * num_unmasked
-        self.confidences.extend(step.confidences)
+        self.confidences.fromlist(step.confidences)
         self.masked_confidences = step.masked_confidences
         if step.hidden or self.hidden is not NOT_READ:
             self.hidden = step.hidden or (self.hidden[0], max(self.hidden[1] - 1, 0.0))
@@ -228,7 +235,7 @@ class RequestState:
         assert len(self.canvas) == len(spec.canvas), f"request {self.number}: its canvas changed length"
         assert self.canvas[:start] == spec.canvas[:start], f"request {self.number}: its prompt changed"
         assert self.canvas[end:] == spec.canvas[end:], f"request {self.number}: its suffix changed"
-        filled = spec.canvas[start:end].count(self.mask_id) - self.canvas[start:end].count(self.mask_id)
+        filled = self.num_masks - self.canvas[start:end].count(self.mask_id)
         assert filled == self.num_unmasked, (
             f"request {self.number}: {filled} masks gone but {self.num_unmasked} tokens reported"
         )

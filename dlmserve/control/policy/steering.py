@@ -102,19 +102,19 @@ class Steering:
             self.view.costs.observe(instance.tp_degree, report.num_tokens, num_requests, step_s)
             self.view.pace.stepped(instance.slot.index, step_s)
         self.view.stepped_slots.add(instance.slot.index)
-        self._observe(steps)
-        live = [request for request, step in steps if not step.finished]
-        self.view.work.proceed(live)
-        self._make_due(each for each in live if _is_due(each))
-
-    def _observe(self, steps: list[tuple[RequestState, RequestStep]]) -> None:
-        """Tokens that they unmasked, by threshold."""
-        seen: dict[float, list[int]] = {}
+        live, due = [], []
+        seen: dict[float, list[int]] = {}  # tokens that they unmasked, by threshold
         for request, step in steps:
             if request.spec.decoding.rule == "threshold":
                 seen.setdefault(step.threshold, []).append(len(step.positions))
+            if not step.finished:
+                live.append(request)
+                if request.num_unmasked - request.num_unmasked_at_refresh >= REFRESH_TOKENS:
+                    due.append(request)
         for threshold, nums in seen.items():
             self.view.history.observe_steps(threshold, len(nums), sum(nums))
+        self.view.work.proceed(live)
+        self._make_due(due)
 
     # ---- predictions
 
@@ -214,10 +214,6 @@ class Steering:
         """Of all live requests; the highest candidate where there are none."""
         work = self.view.work
         return float(work.thresholds[work.rows().index("cap")].mean() if len(work) else work.thresholds[0])
-
-
-def _is_due(request: RequestState) -> bool:
-    return request.num_unmasked - request.num_unmasked_at_refresh >= REFRESH_TOKENS
 
 
 class PredictionErrors:

@@ -88,8 +88,11 @@ def level_caps(
     order = np.argsort(limits, kind="stable")
     work, limits, priority = work[order], limits[order], priority[order]
     top, bottom = top[order].astype(int), bottom[order].astype(int)
-    rows = np.arange(len(work))
+    rows, caps = np.arange(len(work)), np.empty(len(work), dtype=int)
     chosen = bottom.copy()
+    if (np.cumsum(work[rows, top]) <= limits).all():  # the usual case: no load to speak of
+        caps[order] = top
+        return caps
     for each in np.unique(priority)[::-1]:
         members = priority == each
         for level in range(work.shape[1] - 2, -1, -1):
@@ -104,6 +107,5 @@ def level_caps(
             chosen[:num_paid] = raised[:num_paid]
             if num_paid < len(paid):
                 break
-    caps = np.empty_like(chosen)
     caps[order] = chosen
     return caps
