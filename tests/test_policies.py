@@ -226,7 +226,8 @@ def test_dlmserve_serves_the_least_slack_first_and_the_paper_the_first_arrival()
 
 
 def test_who_arrives_between_two_orderings_of_the_line_waits_for_the_next() -> None:
-    for finished_at, first in ((0.15, 2), (0.3, 3)):
+    """Half a second passes between them, with SLOs that long."""
+    for finished_at, first in ((0.3, 2), (0.7, 3)):
         story = make_story("dlmserve", num_pages=3)
         story.arrive(0.0, 1, make_spec(slo_s=50.0))
         story.arrive(0.1, 2, make_spec(slo_s=50.0))
@@ -315,13 +316,17 @@ def test_predictions_are_asked_for_on_arrival_and_after_eight_more_tokens() -> N
     assert asked[0][1].progress[0].confidences.tolist() == [0.5] * 8
 
 
-def test_what_comes_due_within_a_tenth_of_a_second_is_asked_for_at_once() -> None:
+@pytest.mark.parametrize(("slo_s", "round_s"), [(1.0, 0.1), (10.0, 0.2), (100.0, 0.5), (None, 0.5)])
+def test_what_comes_due_within_a_round_is_asked_for_at_once(slo_s: float | None, round_s: float) -> None:
+    """A round takes 2% of the shortest SLO, within bounds."""
     story = Story(CostModel.from_profile(LINEAR), True, policy="tediserve")
     story.serve()
-    spec = make_spec(num_blocks=1)
-    told = [a for i in range(4) for a in story.arrive(0.02 * i, i, spec)] + story.at(0.11, Tick())
+    spec = make_spec(num_blocks=1, slo_s=slo_s)
+    told = [a for i in range(4) for a in story.arrive(0.02 * i, i, spec)]
+    told += story.at(round_s - 0.01, Tick()) + story.at(round_s + 0.01, Tick())
     asked = [[p.request for p in action.progress] for action in told if isinstance(action, Predict)]
     assert asked == [[0], [1, 2, 3]]
+    assert story.at(2 * round_s, Tick()) == []
 
 
 def test_a_prediction_counts_from_the_step_it_was_made_at_and_late_ones_are_ignored() -> None:

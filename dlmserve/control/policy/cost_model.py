@@ -10,6 +10,7 @@ Sources: `h100-measured` is LLaDA-8B on H100s from the profiles in the TeDiServe
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,6 @@ class Curve:
         self._slopes = [0.0]  # of the piece that ends at each point
         for each in range(1, len(tokens)):
             self._slopes.append((seconds[each] - seconds[each - 1]) / (tokens[each] - tokens[each - 1]))
-        self._sizes = np.geomspace(tokens[0], tokens[-1], 64)
         self._request_s, self._tokens_per_request = request_s, tokens_per_request
         self._grid = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
         self.scale, self.offset_s = 1.0, 0.0
@@ -144,6 +144,10 @@ class Curve:
             size = float(self._sizes[int((per_token <= excess * per_token.min()).argmax())])
             self._efficient = (excess, age, size)
         return self._efficient[2]
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return np.geomspace(self._tokens[0], self._tokens[-1], 64)
 
     def tokens_within(self, seconds: float) -> float:
         """The largest batch whose step takes no longer, at most the grid's largest."""

@@ -1,7 +1,8 @@
 """The waiting requests in the order in which `dlmserve` serves them, with what each needs of an instance.
 
 Whoever had started keeps its turn; then by priority; those that can't be saved last; then who must start first.
-The order is made anew every REORDER_S: those that arrive in between come after all others. Knows no instances.
+The order is made anew once in a round (view.py): those that arrive in between come after all others. Knows no
+instances.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +13,6 @@ from dlmserve.control.policy.outlook import Outlook
 from dlmserve.control.policy.remaining import Rows
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.view import View
-
-REORDER_S = 0.1
 
 
 class Line:
@@ -44,7 +43,7 @@ class Line:
 
         `step_s`: seconds of a step with a request of so many tokens [n], from which follows how late it may start.
         """
-        if self._num_left and now < self._ordered_at + REORDER_S:
+        if self._num_left and now < self._ordered_at + view.round_s:
             return
         outlook = self._outlook(view, view.work.rows(view.waiting.numbers()))
         rows, each_s = outlook.rows, step_s(view, outlook.step_tokens)

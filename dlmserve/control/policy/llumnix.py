@@ -6,11 +6,8 @@ baseline of the TeDiServe paper (arXiv 2606.29094) has it. The threshold is fixe
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from dlmserve.control.policy.cluster import Instance
 from dlmserve.control.policy.policy import Policy
-from dlmserve.control.policy.remaining import STAYING
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.view import Decision, Move, View
 
@@ -68,15 +65,14 @@ def _tokens_after_moves(view: View, serving: list[Instance]) -> list[float]:
     tokens = [0.0] * len(view.cluster.slots)
     for instance in serving:
         tokens[instance.slot.index] = instance.num_tokens
-    rows = view.work.rows()
-    going = np.flatnonzero(rows["going_to"] != STAYING)
-    if len(going):
-        moving = zip(
-            *(rows[name][going].tolist() for name in ("slot", "going_to", "whole_tokens")), strict=True
+    for number in view.moving:
+        request = view.requests[number]
+        here, there = (
+            view.cluster.instances.get(name or "") for name in (request.instance, request.moving_to)
         )
-        for here, there, num_tokens in moving:
-            tokens[int(here)] -= num_tokens
-            tokens[int(there)] += num_tokens
+        if here and there:
+            tokens[here.slot.index] -= len(request.canvas)
+            tokens[there.slot.index] += len(request.canvas)
     return tokens
 
 

@@ -28,6 +28,7 @@ HIDDEN_BLOCKS, HIDDEN_STEPS = map(FEATURES.index, ("hidden_blocks", "hidden_step
 # Before anything was observed: LLaDA-8B on GSM8K, tokens per step with a dual cache (TeDiServe artifact).
 PUBLISHED_TOKENS_PER_STEP = {0.5: 6.58, 0.6: 5.65, 0.7: 4.77, 0.8: 3.89, 0.9: 3.02}
 OWN_STEPS = 8.0  # how many steps of a request's own outweigh the usual pace
+LEAST_SHARE = 0.1  # of what is left of an output: one that is past the usual end goes on for so much
 PRIOR_STEPS = 100.0  # how many observed steps outweigh what was published
 PRIOR_REQUESTS = 5.0  # and how many finished requests the assumption that answers fill their output
 PRIOR_STEPS_PER_REQUEST = 100.0  # in about so many steps
@@ -164,6 +165,11 @@ class HistoricalAverage:
         steps_at, tokens_at = steps @ nearest, tokens @ nearest
         return np.maximum((tokens_at + PRIOR_STEPS * scale * published) / (steps_at + PRIOR_STEPS), 1.0)
 
+    def steps_of_new(self, output_length: int, thresholds: np.ndarray) -> np.ndarray:
+        """What `steps_left` says of one request that has not begun, float [T], for less."""
+        tokens = max(self.share_used, LEAST_SHARE) * output_length
+        return np.maximum(tokens / self.tokens_per_step(thresholds), 1.0)
+
     def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
         length = features[:, OUTPUT_LENGTH]
         steps = np.maximum(features[:, STEP] * length - 1, 0.0)
@@ -174,8 +180,7 @@ class HistoricalAverage:
     ) -> np.ndarray:
         """The same from each request's tokens in all, tokens unmasked and steps done, [n]."""
         usual = self.share_used * output_length
-        # One that is past the usual end goes on for a part of what is left.
-        tokens = np.maximum(usual - unmasked, 0.1 * (output_length - unmasked))
+        tokens = np.maximum(usual - unmasked, LEAST_SHARE * (output_length - unmasked))
         speeds = self.tokens_per_step(thresholds)
         # One that was slower than usual goes on so; one that was faster may have had a lower threshold.
         own = (unmasked + OWN_STEPS * speeds[0]) / (steps + OWN_STEPS)

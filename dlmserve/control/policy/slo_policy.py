@@ -1,7 +1,8 @@
 """What policies that control thresholds by SLO have in common: when Algorithms 1 and 2 run, and on what.
 
 Algorithm 1 for the residents of an instance whose members have changed; Algorithm 2, then Algorithm 1 for
-everybody, when the load or predictions have changed and the last time is CONTROL_S ago: at ticks and arrivals.
+everybody, when the load or predictions have changed and the last time is a round ago (view.py): at ticks and
+arrivals.
 """
 
 from abc import ABC, abstractmethod
@@ -16,8 +17,6 @@ from dlmserve.control.policy.remaining import Rows
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.threshold import pick
 from dlmserve.control.policy.view import NOTHING, Decision, Move, View
-
-CONTROL_S = 0.1
 
 
 class SloPolicy(Policy, ABC):
@@ -72,7 +71,7 @@ class SloPolicy(Policy, ABC):
         return Decision(self._levels(now, self.outlook(view, rows), rows["cap"]), moves=moves)
 
     def control(self, now: float, view: View) -> Decision | None:
-        if now < self._controlled_at + CONTROL_S or not len(view.work):
+        if now < self._controlled_at + view.round_s or not len(view.work):
             return None
         moves = tuple(self.moves(now, view)) if self.options["moves"] else ()
         if not view.load_changed:

@@ -24,7 +24,6 @@ from dlmserve.messages import Release, RequestStep, SetRefresh, SetThreshold, St
 
 # Tokens unmasked between two predictions: the most whose error is within 5% of predicting at every token.
 REFRESH_TOKENS = 8
-PREDICT_S = 0.1  # at least, between two rounds of predictions: steps of small models are far shorter
 
 
 class Steering:
@@ -65,7 +64,7 @@ class Steering:
     # ---- what happens to requests
 
     def arrived(self, request: RequestState) -> None:
-        self.view.work.add(request, self._usual_steps([request])[0])
+        self.view.work.add(request, self._usual_steps_of_new(request))
         self.view.load_changed = True
         self._make_due([request])
 
@@ -90,6 +89,7 @@ class Steering:
         work.set(request.number, "slot", WAITING)
         work.set(request.number, "going_to", STAYING)
         work.set(request.number, "recomputes", request.recomputes_left)
+        self.view.moving.discard(request.number)
         self.view.changed_slots.add(instance.slot.index)
 
     def stepped(
@@ -126,9 +126,10 @@ class Steering:
 
     def _predict_due(self, now: float) -> Iterator[Action]:
         """All that are due in one batch."""
-        if not self._due or now < self._predicted_at + PREDICT_S:
+        if not self._due or now < self._predicted_at + self.view.round_s:
             return
         self._predicted_at = now
+        self.view.pace_rounds()
         requests = list(self._due.values())
         self._due.clear()
         if self._asks:
@@ -150,6 +151,9 @@ class Steering:
         predicted = steps_left[np.arange(len(requests)), current]
         for request, at_step, steps in zip(requests, at_steps, predicted.tolist(), strict=True):
             self.errors.predicted(request.number, at_step, steps)
+
+    def _usual_steps_of_new(self, request: RequestState) -> np.ndarray:
+        return self.view.history.steps_of_new(request.output_length, self.view.work.thresholds)
 
     def _usual_steps(self, requests: list[RequestState]) -> np.ndarray:
         lengths = np.array([request.output_length for request in requests], dtype=float)
@@ -193,6 +197,7 @@ class Steering:
             request = self._requests[number]
             if request.instance and request.moving_to is None:
                 request.moving_to = target
+                self.view.moving.add(number)
                 slot = self.view.cluster.instances[target].slot.index
                 self.view.work.set(number, "going_to", slot)
                 self.view.work.set(number, "moved_at", now)

@@ -18,6 +18,9 @@ from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.stays import Stays
 from dlmserve.control.policy.waiting import WaitingQueue
 
+# Between two rounds of predictions and of load control: a share of the shortest SLO, as deadlines near no faster.
+ROUND_SHARE, LEAST_ROUND_S, MOST_ROUND_S = 0.02, 0.1, 0.5
+
 
 class Room(NamedTuple):
     """Free KV pages of an instance, and tokens of canvases that it still takes."""
@@ -37,9 +40,16 @@ class View:
     pace: Pace
     stays: Stays
     waiting: WaitingQueue
+    moving: set[int] = field(default_factory=set)  # requests that were asked back, to be sent elsewhere
     changed_slots: set[int] = field(default_factory=set)  # their residents have changed
     stepped_slots: set[int] = field(default_factory=set)  # their instances have ended a step
     load_changed: bool = True  # requests came, ended or have new predictions
+    round_s: float = LEAST_ROUND_S
+
+    def pace_rounds(self) -> None:
+        """By the requests that are live."""
+        slo_s = float(self.work.rows()["slo_s"].min(initial=math.inf))
+        self.round_s = min(max(ROUND_SHARE * slo_s, LEAST_ROUND_S), MOST_ROUND_S)
 
     def room(self, max_tokens: int | None) -> list[Room]:
         """What is left of the instances that take requests at all; `max_tokens` as for `has_room`."""
