@@ -7,7 +7,7 @@ time decisions.
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -112,6 +112,7 @@ class Simulator:
         self._generations = itertools.count(1)
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = itertools.count()
+        self._to_come: Iterator[tuple[int, Job]] = iter(())
         self._num_left = len(self._jobs)
         self.ledger = Ledger()
         self.now = 0.0
@@ -119,8 +120,8 @@ class Simulator:
     def run(self) -> Ledger:
         """Plays until every request is over."""
         self.start()
-        for number, job in enumerate(self._jobs):
-            self._at(job.arrived_at, self._arrive, number)
+        self._to_come = iter(sorted(enumerate(self._jobs), key=lambda each: each[1].arrived_at))
+        self._await_arrival()
         while self._num_left:
             self._happen()
         return self.finish()
@@ -187,6 +188,16 @@ class Simulator:
         return lambda progress: trained.predict(features(progress), np.array(descending))
 
     # ---- what happens
+
+    def _await_arrival(self) -> None:
+        """Only the next one is in the heap: a day's requests in it would make every event slower."""
+        for number, job in self._to_come:
+            self._at(job.arrived_at, self._arrive_in_turn, number)
+            return
+
+    def _arrive_in_turn(self, number: int) -> None:
+        self._await_arrival()
+        self._arrive(number)
 
     def _arrive(self, number: int) -> None:
         job = self._jobs[number]

@@ -6,6 +6,7 @@ unmasked at g; a request's accuracy is the mean over its tokens. Held against th
 bends).
 """
 
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -52,7 +53,7 @@ class Ledger:
 
     quality: QualityProxy = field(default_factory=QualityProxy)
     outcomes: list[Outcome] = field(default_factory=list)
-    decision_s: list[float] = field(default_factory=list)
+    decision_s: array = field(default_factory=lambda: array("d"))
     num_migrations: int = 0
     num_reconfigurations: int = 0
     num_tokens: int = 0

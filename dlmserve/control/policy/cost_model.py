@@ -182,7 +182,7 @@ class Curve:
         )
 
     def _segment(self, num_tokens: float) -> int:
-        return min(max(bisect_right(self._tokens, num_tokens), 1), len(self._tokens) - 1)
+        return bisect_right(self._tokens, num_tokens, 1, len(self._tokens) - 1)
 
     @property
     def _usual_request_s(self) -> float:
@@ -190,8 +190,8 @@ class Curve:
         return self._request_s / self._tokens_per_request
 
     def _profile_s(self, num_tokens: float, num_requests: float | None = None) -> float:
-        usual_s = self._usual_request_s * num_tokens
-        requests_s = usual_s if num_requests is None else self._request_s * num_requests
+        usual = self._tokens_per_request
+        requests_s = self._request_s * (num_tokens / usual if num_requests is None else num_requests)
         if num_tokens <= self._tokens[0]:
             return self._seconds[0] + requests_s
         segment = self._segment(num_tokens)
