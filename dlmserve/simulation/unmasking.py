@@ -145,14 +145,14 @@ class Unmasking:
         self._compute([*blocks, wanted])
 
     def _compute(self, blocks: list[UnmaskingBlock]) -> None:
-        states = [(block.own_row, block.noise_row, block.masked, block.ease, block.cut) for block in blocks]
+        states = [(b.own_row, b.noise_row, b.masked, b.masked.bit_count(), b.ease, b.cut) for b in blocks]
         table = np.fromiter(chain.from_iterable(states), float).reshape(len(states), -1).T
-        own_rows, noise_rows, masks = table[:3].astype(np.int64)
-        ease, cuts = table[3:].astype(np.float32)[:, :, None]
+        own_rows, noise_rows, masks, nums_left = table[:4].astype(np.int64)
+        ease, cuts = table[4:].astype(np.float32)[:, :, None]
         masked = np.unpackbits(masks.astype("<u4").view(np.uint8), bitorder="little").reshape(-1, 32)
         masked = masked[:, : len(self._places)].view(bool)
         score = self._own[own_rows] + (ease - self._places) + self._fresh[noise_rows]
-        score += self._shifts[masked.sum(1), masked.argmax(1)][:, None]
+        score += self._shifts[nums_left, masked.argmax(1)][:, None]
         score[~masked] = NEVER
         chosen = score >= cuts
         chosen[np.arange(len(blocks)), score.argmax(1)] = True

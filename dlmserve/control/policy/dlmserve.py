@@ -38,8 +38,16 @@ REFRESH_PAYS = 0.95  # the work that is left with it, at most, as a share of the
 INEFFICIENCY = 1.05  # cost per token that a batch may have over the cheapest
 SHORT_STAY = 0.25  # of the SLO: while requests stay no longer, a larger batch does no harm
 STAGGER_TOKENS = 2048  # where a token is cheapest on an H100: larger steps take longer than in proportion
-FULL = (-1.0, -1.0, -1.0)
 TURNAROUND_STEPS = 2  # that a seat stays empty: the next step has begun when the head hears of the free seat
+
+
+class Free(NamedTuple):
+    """KV pages, tokens of canvases and tokens of a step that an instance still takes."""
+
+    instance: Instance
+    pages: float
+    tokens: float
+    step_tokens: float
 
 
 class Demand(NamedTuple):
@@ -75,7 +83,7 @@ class Dlmserve(SloPolicy):
         self.recompute_tokens = STAGGER_TOKENS if self.options["stagger"] else 0
         self._refreshing = False
         self._refresh_changed_at = self._rebalanced_at = -np.inf
-        self._batches = np.zeros(len(config.tp_layout))  # expected tokens of a step, by slot,
+        self._batches = [0.0] * len(config.tp_layout)  # expected tokens of a step, by slot,
         self._shares: dict[int, float] = {}  # and of each request
         self._most_tokens: dict[int, float] = {}  # of a step, by TP degree
         self._line = Line(self.outlook, self._slack_s, bool(self.options["least_slack"]))
@@ -88,31 +96,36 @@ class Dlmserve(SloPolicy):
 
     def placements(self, now: float, view: View) -> Iterator[tuple[RequestState, Instance]]:
         self._update_batches(view)
-        instances = [instance for instance in view.cluster.instances.values() if instance.has_room(0)]
-        free = self._free(view, instances)
-        if not (free[:, 2] > 0).any():
+        free = [self._free(view, each) for each in view.cluster.instances.values() if each.has_room(0)]
+        if not any(each.step_tokens > 0 for each in free):
             return
         self._line.update(now, view, self._step_s)
-        for place, request in self._line.waiting(view, self._line.fitting(free)):
-            needs = self._line.needs[place]
-            fits = (needs <= free).all(axis=1)
-            if not fits.any():
+        for place, request in self._line.waiting(view, self._line.fitting(_most(free))):
+            pages, tokens, step_tokens = self._line.needs[place].tolist()
+            fit = [
+                e for e in free if pages <= e.pages and tokens <= e.tokens and step_tokens <= e.step_tokens
+            ]
+            if not fit:
                 continue
-            chosen = self._shortest_step(view, instances, fits, float(needs[2]))
-            instance = instances[chosen]
+            chosen = self._shortest_step(view, fit, step_tokens)
+            instance = chosen.instance
             view.stays.placed(request.number, now, float(self._line.stays_s[place]))
             yield request, instance
-            self._batches[instance.slot.index] += needs[2]
-            self._shares[request.number] = float(needs[2])
+            self._batches[instance.slot.index] += step_tokens
+            self._shares[request.number] = step_tokens
             self._line.placed(place)
-            free[chosen] = self._free(view, [instance]) if instance.has_room(0) else FULL
-            if not len(self._line) or not (free[:, 2] > 0).any() or not len(self._line.fitting(free)):
+            free.remove(chosen)
+            if instance.has_room(0):
+                free.append(self._free(view, instance))
+            if not len(self._line) or not any(each.step_tokens > 0 for each in free):
+                return
+            if not len(self._line.fitting(_most(free))):
                 return
 
     def _update_batches(self, view: View) -> None:
         """Of the instances whose residents have changed since they were surveyed."""
         num_new = len(view.cluster.slots) - len(self._batches)  # another layout is wanted
-        self._batches = np.append(self._batches, np.zeros(max(0, num_new)))
+        self._batches += [0.0] * num_new
         for slot in view.changed_slots:
             instance = view.cluster.instances.get(view.cluster.slots[slot].instance or "")
             residents = instance.residents if instance else ()
@@ -120,23 +133,18 @@ class Dlmserve(SloPolicy):
 
     def survey(self, residents: Outlook) -> None:
         """What placement goes by until the next time."""
-        self._batches = residents.batches()
+        self._batches = residents.batches().tolist()
         shares = zip(residents.rows.index("number").tolist(), residents.step_tokens.tolist(), strict=True)
         self._shares = dict(shares)
         self._most_tokens.clear()
 
-    def _free(self, view: View, instances: list[Instance]) -> np.ndarray:
-        """KV pages, tokens of canvases and tokens of a step that they still take, float [n, 3]."""
+    def _free(self, view: View, instance: Instance) -> Free:
+        pages = instance.num_pages - instance.num_pages_reserved
+        if not instance.residents:
+            return Free(instance, pages, math.inf, math.inf)
         most = math.inf if self.max_resident_tokens is None else self.max_resident_tokens
-        batches, free = self._batches.tolist(), []
-        for each in instances:
-            pages = each.num_pages - each.num_pages_reserved
-            if not each.residents:
-                free.append((pages, math.inf, math.inf))
-                continue
-            tokens = self._most_step_tokens(view, each.tp_degree) - batches[each.slot.index]
-            free.append((pages, most - each.num_tokens, tokens))
-        return np.array(free).reshape(len(instances), 3)
+        step_tokens = self._most_step_tokens(view, instance.tp_degree) - self._batches[instance.slot.index]
+        return Free(instance, pages, most - instance.num_tokens, step_tokens)
 
     def _most_step_tokens(self, view: View, degree: int) -> float:
         """As long as its residents are as they were surveyed."""
@@ -161,19 +169,20 @@ class Dlmserve(SloPolicy):
     def _step_s(self, view: View, tokens: np.ndarray) -> np.ndarray:
         """Of the slowest instance's batch with one more request, of so many tokens a step [n]."""
         degree = min(view.cluster.layout, default=1)
-        return view.costs.step_s_many(degree, self._batches.max(initial=0.0) + tokens)
+        return view.costs.step_s_many(degree, max(self._batches, default=0.0) + tokens)
 
-    def _shortest_step(self, view: View, instances: list[Instance], fits: np.ndarray, tokens: float) -> int:
-        """Index of the instance, among those that fit, whose step is the shortest with the request on it.
-
-        Small batches all take the same: then the smallest.
-        """
-        if fits.sum() == 1:
-            return int(fits.argmax())
-        batches = self._batches[[instance.slot.index for instance in instances]] + tokens
-        degrees = [instance.tp_degree for instance in instances]
-        step_s = np.where(fits, view.costs.step_s_each(degrees, batches), np.inf)
-        return int(np.lexsort((batches, step_s))[0])
+    def _shortest_step(self, view: View, fit: list[Free], tokens: float) -> Free:
+        """Whose instance's step is the shortest with the request on it: of a TP degree the smallest batch."""
+        smallest: dict[int, tuple[float, Free]] = {}
+        for each in fit:
+            batch, degree = self._batches[each.instance.slot.index], each.instance.tp_degree
+            if degree not in smallest or batch < smallest[degree][0]:
+                smallest[degree] = batch, each
+        if len(smallest) > 1:
+            key = [(view.costs.step_s(d, batch + tokens), batch, d) for d, (batch, _) in smallest.items()]
+            return smallest[min(key)[2]][1]
+        [(_, found)] = smallest.values()
+        return found
 
     def refresh_blocks(self, request: RequestState) -> int:
         decoding = request.spec.decoding
@@ -269,3 +278,10 @@ class Dlmserve(SloPolicy):
         self._rebalanced_at = now
         outlook = self.outlook(view, all_residents(view))
         return look_ahead(now, view, outlook, self.max_resident_tokens, LIMITS)
+
+
+def _most(free: list[Free]) -> np.ndarray:
+    """That some instance has of each, float [3]; -1 where there is none."""
+    return np.array([(each.pages, each.tokens, each.step_tokens) for each in free] or [(-1.0,) * 3]).max(
+        axis=0
+    )

@@ -80,6 +80,6 @@ class Line:
         self.needs[place] = np.inf  # fits nowhere any more
         self._num_left -= 1
 
-    def fitting(self, free: np.ndarray) -> np.ndarray:
-        """Places of those for whom some instance may have room; `free` [instances, 3] as `needs`."""
-        return np.flatnonzero((self.needs <= free.max(axis=0, initial=-1.0)).all(axis=1))
+    def fitting(self, most: np.ndarray) -> np.ndarray:
+        """Places of those for whom some instance may have room; `most` [3] that one has of each of `needs`."""
+        return (self.needs <= most).all(axis=1).nonzero()[0]

@@ -33,7 +33,10 @@ PRIOR_STEPS = 100.0  # how many observed steps outweigh what was published
 PRIOR_REQUESTS = 5.0  # and how many finished requests the assumption that answers fill their output
 PRIOR_STEPS_PER_REQUEST = 100.0  # in about so many steps
 MAX_STEPS = 20_000.0  # older observations fade
-STALE_STEPS = 200  # observed steps after which the means are computed anew
+MIN_STALE, MAX_STALE = (
+    100,
+    1000,
+)  # observed steps after which the means are computed anew: as many as there were
 
 
 NOT_READ = (nan, nan)
@@ -112,7 +115,8 @@ class HistoricalAverage:
     def __init__(self) -> None:
         self._seen: dict[float, list[float]] = {}  # threshold -> [steps, tokens]
         self._num_observed = 0
-        self._means: tuple[bytes, int, np.ndarray] | None = None  # (thresholds, age, tokens per step)
+        self._means: tuple[bytes, np.ndarray] | None = None  # (thresholds, tokens per step)
+        self._renew_at = 0
         self._num_finished = PRIOR_REQUESTS
         self._used = PRIOR_REQUESTS  # sum over finished requests of the share of the output that was used
         self._steps = PRIOR_REQUESTS * PRIOR_STEPS_PER_REQUEST  # and of their steps
@@ -148,10 +152,11 @@ class HistoricalAverage:
 
     def tokens_per_step(self, thresholds: np.ndarray) -> np.ndarray:
         """float [T]. A threshold that was rarely used follows the published ratio to the others."""
-        age, key = self._num_observed // STALE_STEPS, thresholds.tobytes()
-        if self._means is None or self._means[:2] != (key, age):
-            self._means = (key, age, self._tokens_per_step(thresholds))
-        return self._means[2]
+        key = thresholds.tobytes()
+        if self._means is None or self._means[0] != key or self._num_observed >= self._renew_at:
+            self._means = key, self._tokens_per_step(thresholds)
+            self._renew_at = self._num_observed + min(max(self._num_observed, MIN_STALE), MAX_STALE)
+        return self._means[1]
 
     def _tokens_per_step(self, thresholds: np.ndarray) -> np.ndarray:
         published = _published(thresholds)
