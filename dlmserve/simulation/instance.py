@@ -62,7 +62,6 @@ class Resident:
         "output_end",
         "output_start",
         "refresh_blocks",
-        "release_asked",
         "request",
         "span",
         "threshold",
@@ -82,7 +81,6 @@ class Resident:
         self.block = -1
         self.block_start = self.block_end = admit.output_start
         self.needs_recompute, self.cache_is_whole = True, False
-        self.release_asked = False
         self.last_step = -1
         self.span = 0  # tokens of the step that is being computed
 
@@ -103,6 +101,7 @@ class SimulatedEngine:
         self.num_pages, self.num_pages_in_use = num_pages, 0
         self._decoder, self._page_size, self._eos_at = decoder, page_size, eos_at
         self._residents: dict[int, Resident] = {}
+        self._releasing: set[int] = set()  # residents that are to be given back at their next block start
         self._failed: list[Failure] = []
         self._num_steps = 0
 
@@ -124,8 +123,8 @@ class SimulatedEngine:
                 if resident := self._residents.get(request):
                     resident.refresh_blocks = refresh_blocks
             case Release(request):
-                if resident := self._residents.get(request):
-                    resident.release_asked = True
+                if request in self._residents:
+                    self._releasing.add(request)
 
     def _admit(self, admit: Admit) -> None:
         assert admit.decoding.cache == "dual" and admit.decoding.rule == "threshold", (
@@ -155,6 +154,7 @@ class SimulatedEngine:
         )
 
     def _remove(self, request: int) -> None:
+        self._releasing.discard(request)
         if resident := self._residents.pop(request, None):
             self.num_pages_in_use -= resident.num_pages
 
@@ -170,7 +170,11 @@ class SimulatedEngine:
         return result
 
     def _release_due(self) -> list[int]:
-        due = [r.request for r in self._residents.values() if r.release_asked and r.needs_recompute]
+        if not self._releasing:
+            return []
+        due = [
+            r.request for r in self._residents.values() if r.request in self._releasing and r.needs_recompute
+        ]
         for request in due:
             self._remove(request)
         return due
