@@ -11,10 +11,12 @@ Parts:
   trace        the day of 16 GPUs under INFaaS, TeDiServe and dlmserve (--requests: a part of the day's requests, in
                as much less time)
 
-Each part writes bench/results/simulations_PART.json: one entry of `dlmserve simulate --json` for each run.
+Each part writes bench/results/simulations_PART.json: one entry of `dlmserve simulate --json` for each run, and the
+CPU seconds that it took (`cpu_s`, the predictor's training included).
 """
 
 import argparse
+import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -81,7 +83,9 @@ def perform(run: Run) -> dict:
         policy_options=run.policy_options,
         max_resident_tokens=run.max_resident_tokens,
     )
-    return {"label": run.label} | simulate(config, scenario, run.seed)
+    began_at = time.process_time()
+    result = simulate(config, scenario, run.seed)
+    return {"label": run.label, "cpu_s": time.process_time() - began_at} | result
 
 
 def perform_all(runs: list[Run], jobs: int) -> list[dict]:
@@ -92,7 +96,8 @@ def perform_all(runs: list[Run], jobs: int) -> list[dict]:
             results.append(result)
             met, threshold = f"{result['attainment']:.1%}", f"{result['mean_threshold']:.3f}"
             print(
-                f"{result['label']}, {result['rps']:g} rps, seed {result['seed']}: {met} at {threshold}",
+                f"{result['label']}, {result['rps']:g} rps, seed {result['seed']}: {met} at {threshold},"
+                f" {result['cpu_s']:.0f} s of CPU",
                 flush=True,
             )
     return results

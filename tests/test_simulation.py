@@ -169,7 +169,7 @@ def test_quality_of_a_mix_of_thresholds_is_near_the_measured_one() -> None:
     tokens, proxy = read_table("tokens_per_step_no_cache"), QualityProxy()
     for share, measured in {0.0: 71.7, 0.2: 73.0, 0.4: 73.7, 0.6: 75.7, 0.8: 76.3, 1.0: 78.6}.items():
         parts = {0.9: share * tokens[0.9], 0.6: (1 - share) * tokens[0.6]}
-        worth = sum(proxy.accuracy(g) * num for g, num in parts.items()) / sum(parts.values())
+        worth = sum(proxy[g] * num for g, num in parts.items()) / sum(parts.values())
         assert 100 * worth == pytest.approx(measured, abs=1.05)
 
 

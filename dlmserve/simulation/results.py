@@ -16,19 +16,18 @@ from dlmserve.control.policy.request import Summary
 from dlmserve.simulation.unmasking import read_table
 
 
-class QualityProxy:
+class QualityProxy(dict[float, float]):
     """Accuracy (0..1) of GSM8K with LLaDA-8B by threshold, linear between the measured thresholds."""
 
     def __init__(self) -> None:
+        super().__init__()
         table = read_table("accuracy_pct")
         self._thresholds = sorted(table)
         self._accuracies = [table[threshold] / 100 for threshold in self._thresholds]
-        self._known: dict[float, float] = {}
 
-    def accuracy(self, threshold: float) -> float:
-        if threshold not in self._known:
-            self._known[threshold] = float(np.interp(threshold, self._thresholds, self._accuracies))
-        return self._known[threshold]
+    def __missing__(self, threshold: float) -> float:
+        self[threshold] = float(np.interp(threshold, self._thresholds, self._accuracies))
+        return self[threshold]
 
 
 @dataclass(slots=True)
@@ -62,7 +61,7 @@ class Ledger:
     _worth: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def on_step(self, request: int, threshold: float, num_unmasked: int) -> None:
-        self._worth[request] += self.quality.accuracy(threshold) * num_unmasked
+        self._worth[request] += self.quality[threshold] * num_unmasked
 
     def on_finish(self, request: int, arrived_at: float, slo_s: float, summary: Summary) -> None:
         num_tokens = summary.num_unmasked

@@ -26,7 +26,7 @@ import numpy as np
 DATA = files("dlmserve.simulation") / "data"
 NUM_NOISE_ROWS = 16381  # prime: neighbours in (request, block, step) land far apart
 KEYS_PER_STEP = 7
-NEVER = -1e9  # the score of a position that is not masked
+NEVER = np.float32(-1e9)  # the score of a position that is not masked
 EXTRA_LOGITS = 6.0  # how far the curve goes on, straight, beyond its first and last knot
 
 
@@ -153,9 +153,8 @@ class Unmasking:
         masked = masked[:, : len(self._places)].view(bool)
         score = self._own[own_rows] + (ease - self._places) + self._fresh[noise_rows]
         score += self._shifts[nums_left, masked.argmax(1)][:, None]
-        score[~masked] = NEVER
-        chosen = score >= cuts
-        chosen[np.arange(len(blocks)), score.argmax(1)] = True
+        score = np.where(masked, score, NEVER)
+        chosen = score >= np.minimum(cuts, score.max(1, keepdims=True))
         positions = chosen.nonzero()[1].tolist()
         logits = np.interp(score[chosen], self._knots, self._logits)
         confidences = (1 / (1 + np.exp(-logits))).tolist()
