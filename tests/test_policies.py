@@ -8,6 +8,8 @@ import pytest
 from dlmserve.config import ServerConfig
 from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.events import Fail, Finish, Predict, Predicted, Send, Tick
+from dlmserve.control.policy.llumnix import _fastest
+from dlmserve.control.policy.outlook import Outlook
 from dlmserve.control.policy.policies import POLICIES, make_policy
 from dlmserve.control.policy.proteus import best_mix
 from dlmserve.control.policy.rebalance import Balance
@@ -58,6 +60,29 @@ def test_a_batch_is_efficient_or_its_steps_short_for_the_slos() -> None:
 
 
 # ---- moves
+
+
+def test_the_fastest_instance_is_the_emptiest_of_its_degree() -> None:
+    story = Story(CostModel.from_preset("h100-measured"), policy="llumnix", tp_layout=(1, 2, 1, 2, 4))
+    story.serve()
+    view, rng = story.scheduler.steering.view, np.random.default_rng(0)
+    serving = view.cluster.serving()
+    for _ in range(50):
+        tokens = rng.integers(0, 9000, 5).astype(float).tolist()
+        step_s = [view.costs.step_s(i.tp_degree, tokens[i.slot.index]) for i in serving]
+        instance, shortest_s = _fastest(view, serving, tokens)
+        assert shortest_s == step_s[instance.slot.index] == min(step_s)
+
+
+def test_what_if_nothing_is_refreshed_is_the_same_asked_at_once_and_afterwards() -> None:
+    story = make_story("dlmserve")
+    for request, num_blocks in enumerate((1, 2, 4, 8)):
+        story.arrive(0.0, request, make_spec(num_blocks=num_blocks))
+    view = story.scheduler.steering.view
+    usual, relaxed = (Outlook(view, view.work.rows(), refresh_blocks=blocks) for blocks in (None, 8.0))
+    assert (usual.tokens > relaxed.tokens).any()
+    assert (usual.with_refresh(8.0).tokens == relaxed.tokens).all()
+    assert (usual.tokens > relaxed.tokens).any(), "the first one is as it was"
 
 
 def test_llumnix_moves_a_resident_to_the_emptier_instance_at_its_next_block_start() -> None:

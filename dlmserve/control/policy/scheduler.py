@@ -382,6 +382,10 @@ class Scheduler:
         for number, request in self.requests.items():
             assert request.instance == homes.get(number), f"request {number} is not where it thinks"
             request.check()
+        moving = {number for number, request in self.requests.items() if request.moving_to}
+        assert moving == self.steering.view.moving, (
+            "a request is asked back, and nobody knows, or the other way"
+        )
 
 
 def _late(request: RequestState) -> Unavailable:
