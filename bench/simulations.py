@@ -7,7 +7,8 @@ Parts:
   dlmserve     `dlmserve` at 9.5 requests a second, and where it falls to 50%
   ablation     what each lever of `dlmserve` contributes, at a rate that all levers together can just bear
   stagger      steps of fewer tokens, so that requests do not recompute together
-  capacity     requests a second that 16 GPUs finish at 0.9, all busy: what the trace's peak is scaled by
+  capacity     up to which rate 16 GPUs keep up at 0.9, so that a longer run has no longer latencies: what the trace's
+               peak is scaled by
   trace        the day of 16 GPUs under INFaaS, TeDiServe and dlmserve (--requests: a part of the day's requests, in
                as much less time)
 
@@ -43,7 +44,7 @@ VARIANTS = {
     "both": ("tediserve", {}),
 }
 ABLATION_RPS = 26.0
-ALL_AT_ONCE = 1e6
+CAPACITY_RPS, CAPACITY_REQUESTS = (45.0, 47.0, 49.0, 51.0), (6000, 12000)
 STEP_TOKENS = (16384, 4096, 2048)
 TRACE_POLICIES = ("infaas", "tediserve", "dlmserve")
 
@@ -60,18 +61,16 @@ class Run:
     policy_options: dict[str, float] = field(default_factory=dict)
     max_resident_tokens: int | None = None  # None: the policy's own limit
     num_requests: int | None = None
-    text: str | None = None
+    arrivals: str | None = None
     max_step_tokens: int | None = None
 
 
 def perform(run: Run) -> dict:
     scenario = get_scenario(run.scenario)
-    if run.rps == ALL_AT_ONCE:
-        scenario = replace(scenario, arrivals="poisson")
     given = {
         "rps": run.rps,
+        "arrivals": run.arrivals,
         "num_requests": run.num_requests,
-        "text": run.text,
         "max_step_tokens": run.max_step_tokens,
     }
     if run.num_requests and scenario.arrivals == "day":
@@ -148,15 +147,17 @@ def ablation(seeds: Iterable[int], num_requests: int | None) -> list[Run]:
 def capacity(seeds: Iterable[int], num_requests: int | None) -> list[Run]:
     return [
         Run(
-            f"{text} text, all at once",
+            f"{num} requests",
             "sharegpt-16gpu",
             "infaas",
-            ALL_AT_ONCE,
+            rps,
             seed,
             {"drop_late": 0.0},
-            text=text,
+            num_requests=num,
+            arrivals="poisson",
         )
-        for text in ("gsm8k", "harder")
+        for rps in CAPACITY_RPS
+        for num in ([num_requests] if num_requests else CAPACITY_REQUESTS)
         for seed in seeds
     ]
 
