@@ -35,9 +35,8 @@ class Forest:
                 borders[place, number] = split["border"]
             self._leaves[number, : len(tree["leaf_values"])] = tree["leaf_values"]
         self._first_leaf = np.arange(len(trees))[:, None] * 2**depth
-        self._weights = (1 << np.arange(depth, dtype=np.uint8))[
-            :, None, None
-        ]  # of a split's outcome in a leaf's index
+        # Of a split's outcome in a leaf's index.
+        self._weights = (1 << np.arange(depth, dtype=np.uint8))[:, None, None]
         # The threshold is the last input. Its splits and the features' set different bits of a leaf's index.
         of_threshold = columns == len(FEATURES)
         self._columns = np.where(of_threshold, 0, columns)

@@ -203,27 +203,26 @@ class Dlmserve(SloPolicy):
         rows = view.work.rows()
         if not np.isfinite(rows["deadline"]).any() or not view.cluster.serving():
             return rows.index("top")
-        usual, relaxed = self._usual_refresh, self.options["refresh_blocks"]
-        outlook = self.outlook(view, rows, relaxed if self._refreshing else usual)
+        blocks = (
+            self._usual_refresh,
+            self.options["refresh_blocks"],
+        )  # of whole canvases, without the lever and with it
+        outlook = self.outlook(view, rows, blocks[self._refreshing])
         demand = self._demand(now, view, outlook)
         if self.options["refresh"] and now >= self._refresh_changed_at + REFRESH_HOLD_S:
-            other = outlook.with_refresh(usual if self._refreshing else relaxed)
-            others_demand = self._demand(now, view, other)
-            if self._refreshing:
-                wanted = self._wants_refresh(others_demand, demand, REFRESH_HYSTERESIS)
-            else:
-                wanted = self._wants_refresh(demand, others_demand)
-            if wanted != self._refreshing:
-                self._refreshing, self._refresh_changed_at = wanted, now
-                demand = others_demand
+            other = self._demand(now, view, outlook.with_refresh(blocks[not self._refreshing]))
+            usual, relaxed = (other, demand) if self._refreshing else (demand, other)
+            if self._wants_refresh(usual, relaxed) != self._refreshing:
+                self._refreshing, self._refresh_changed_at = not self._refreshing, now
+                demand = other
         return self._caps_of(demand, self.options["supply"])
 
-    def _wants_refresh(self, usual: Demand, relaxed: Demand, hysteresis: float = 1.0) -> bool:
+    def _wants_refresh(self, usual: Demand, relaxed: Demand) -> bool:
         """Where without it thresholds would have to fall, with some reserve, and if it pays."""
         if relaxed.outlook.tokens.sum() > REFRESH_PAYS * usual.outlook.tokens.sum():
             return False
-        caps = self._caps_of(usual, self.options["refresh_supply"] * hysteresis)
-        return bool((caps > usual.outlook.rows["top"]).any())
+        supply = self.options["refresh_supply"] * (REFRESH_HYSTERESIS if self._refreshing else 1.0)
+        return bool((self._caps_of(usual, supply) > usual.outlook.rows["top"]).any())
 
     def _caps_of(self, demand: Demand, supply: float) -> np.ndarray:
         rows, work, rate = demand.outlook.rows, demand.work, demand.rate * supply
@@ -282,6 +281,5 @@ class Dlmserve(SloPolicy):
 
 def _most(free: list[Free]) -> np.ndarray:
     """That some instance has of each, float [3]; -1 where there is none."""
-    return np.array([(each.pages, each.tokens, each.step_tokens) for each in free] or [(-1.0,) * 3]).max(
-        axis=0
-    )
+    needs = [(each.pages, each.tokens, each.step_tokens) for each in free] or [(-1.0, -1.0, -1.0)]
+    return np.array(needs).max(axis=0)

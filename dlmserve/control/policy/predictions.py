@@ -33,10 +33,8 @@ PRIOR_STEPS = 100.0  # how many observed steps outweigh what was published
 PRIOR_REQUESTS = 5.0  # and how many finished requests the assumption that answers fill their output
 PRIOR_STEPS_PER_REQUEST = 100.0  # in about so many steps
 MAX_STEPS = 20_000.0  # older observations fade
-MIN_STALE, MAX_STALE = (
-    100,
-    1000,
-)  # observed steps after which the means are computed anew: as many as there were
+# Observed steps after which the means are computed anew: as many as there were by then.
+MIN_STALE, MAX_STALE = 100, 1000
 
 
 NOT_READ = (nan, nan)
