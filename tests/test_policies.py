@@ -341,10 +341,21 @@ def test_predictions_are_asked_for_on_arrival_and_after_eight_more_tokens() -> N
     assert asked[0][1].progress[0].confidences.tolist() == [0.5] * 8
 
 
-@pytest.mark.parametrize(("slo_s", "round_s"), [(1.0, 0.1), (10.0, 0.2), (100.0, 0.5), (None, 0.5)])
-def test_what_comes_due_within_a_round_is_asked_for_at_once(slo_s: float | None, round_s: float) -> None:
-    """A round takes 2% of the shortest SLO, within bounds."""
-    story = Story(CostModel.from_profile(LINEAR), True, policy="tediserve")
+@pytest.mark.parametrize(
+    ("policy", "slo_s", "round_s"),
+    [
+        ("dlmserve", 1.0, 0.1),
+        ("dlmserve", 10.0, 0.2),
+        ("dlmserve", 100.0, 0.5),
+        ("dlmserve", None, 0.5),
+        ("tediserve", 10.0, 0.1),
+    ],
+)
+def test_what_comes_due_within_a_round_is_asked_for_at_once(
+    policy: str, slo_s: float | None, round_s: float
+) -> None:
+    """A round of `dlmserve` takes 2% of the shortest SLO, within bounds."""
+    story = Story(CostModel.from_profile(LINEAR), True, policy=policy)
     story.serve()
     spec = make_spec(num_blocks=1, slo_s=slo_s)
     told = [a for i in range(4) for a in story.arrive(0.02 * i, i, spec)]

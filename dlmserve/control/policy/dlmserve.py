@@ -76,6 +76,7 @@ class Dlmserve(SloPolicy):
         "refresh_supply": 0.25,  # share of the capacity that must do for 0.9 without it
     }
     max_resident_tokens = None
+    round_share = 0.02  # deadlines near no faster
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)

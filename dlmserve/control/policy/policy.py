@@ -20,6 +20,7 @@ class Policy:
     known_options: dict[str, float] = {"drop_late": 1.0}
     max_resident_tokens: int | None = PAPER_RESIDENT_TOKENS
     recompute_tokens = 0  # of the requests that start a block in the same step, at least one; 0: no limit
+    round_share = 0.0  # of the shortest SLO, that predictions and load control wait for the next time
     wants_predictions = False
     controls_thresholds = False  # by load; it then returns caps
 

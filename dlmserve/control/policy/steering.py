@@ -129,7 +129,7 @@ class Steering:
         if not self._due or now < self._predicted_at + self.view.round_s:
             return
         self._predicted_at = now
-        self.view.pace_rounds()
+        self.view.pace_rounds(self._policy.round_share)
         requests = list(self._due.values())
         self._due.clear()
         if self._asks:

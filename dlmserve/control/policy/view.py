@@ -18,8 +18,7 @@ from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.stays import Stays
 from dlmserve.control.policy.waiting import WaitingQueue
 
-# Between two rounds of predictions and of load control: a share of the shortest SLO, as deadlines near no faster.
-ROUND_SHARE, LEAST_ROUND_S, MOST_ROUND_S = 0.02, 0.1, 0.5
+LEAST_ROUND_S, MOST_ROUND_S = 0.1, 0.5  # between two rounds of predictions and of load control
 
 
 class Room(NamedTuple):
@@ -46,10 +45,10 @@ class View:
     load_changed: bool = True  # requests came, ended or have new predictions
     round_s: float = LEAST_ROUND_S
 
-    def pace_rounds(self) -> None:
-        """By the requests that are live."""
-        slo_s = float(self.work.rows()["slo_s"].min(initial=math.inf))
-        self.round_s = min(max(ROUND_SHARE * slo_s, LEAST_ROUND_S), MOST_ROUND_S)
+    def pace_rounds(self, share: float) -> None:
+        """They take this share of the shortest SLO of all live requests, within bounds."""
+        slo_s = self.work.rows()["slo_s"].min(initial=MOST_ROUND_S / share) if share else 0.0
+        self.round_s = max(float(share * slo_s), LEAST_ROUND_S)
 
     def room(self, max_tokens: int | None) -> list[Room]:
         """What is left of the instances that take requests at all; `max_tokens` as for `has_room`."""
