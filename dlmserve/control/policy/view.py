@@ -50,6 +50,12 @@ class View:
         slo_s = self.work.rows()["slo_s"].min(initial=MOST_ROUND_S / share) if share else 0.0
         self.round_s = max(float(share * slo_s), LEAST_ROUND_S)
 
+    def check(self) -> None:
+        """Raises AssertionError where it does not agree with the requests."""
+        self.work.check(self.requests)
+        moving = {number for number, request in self.requests.items() if request.moving_to}
+        assert moving == self.moving, f"{moving} are asked back, but {self.moving} are said to be"
+
     def room(self, max_tokens: int | None) -> list[Room]:
         """What is left of the instances that take requests at all; `max_tokens` as for `has_room`."""
         instances = self.cluster.instances.values()
