@@ -92,3 +92,15 @@ def test_predictions_are_positive_and_finite_whatever_was_seen(steps: list[tuple
         average.observe_finish(1 / tokens, 1)
     predicted = average.predict(features([make_progress([0.5] * 64), make_progress([])]), THRESHOLDS)
     assert np.isfinite(predicted).all() and (predicted >= 1).all()
+
+
+@pytest.mark.parametrize("share_used", [1.0, 0.4, 0.01])
+@pytest.mark.parametrize("output_length", [1, 32, 300])
+def test_a_new_request_is_one_with_nothing_done(share_used: float, output_length: int) -> None:
+    history, thresholds = HistoricalAverage(), np.array([0.9, 0.7, 0.5])
+    for _ in range(200):
+        history.observe_finish(share_used, num_steps=40)
+    history.observe_steps(0.9, num_steps=500, num_unmasked=1300)
+    nothing = np.zeros(1)
+    [usual] = history.steps_left(np.array([float(output_length)]), nothing, nothing, thresholds)
+    assert history.steps_of_new(output_length, thresholds).tolist() == usual.tolist()

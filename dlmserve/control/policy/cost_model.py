@@ -93,7 +93,7 @@ class Curve:
             self._slopes.append((seconds[each] - seconds[each - 1]) / (tokens[each] - tokens[each - 1]))
         self._request_s, self._tokens_per_request = request_s, tokens_per_request
         self._grid = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
-        self._line: tuple[float, float] | None = (1.0, 0.0)  # scale and offset; None: to be fitted anew
+        self._fitted: tuple[float, float] | None = (1.0, 0.0)  # scale and offset; None: to be fitted anew
         self._num_observed = 0
         self._efficient: tuple[float, int, float] | None = None  # (excess, age, tokens)
         self._sums = (0.0,) * 5  # weights; profile; profile^2; observed; observed * profile
@@ -106,7 +106,7 @@ class Curve:
         return Curve(self._tokens, self._seconds, self._request_s, self._tokens_per_request)
 
     def step_s(self, num_tokens: float, num_requests: float | None = None) -> float:
-        scale, offset_s = self._line or self._fit()
+        scale, offset_s = self._line
         return scale * self._profile_s(num_tokens, num_requests) + offset_s
 
     def step_s_many(self, num_tokens: np.ndarray) -> np.ndarray:
@@ -114,18 +114,18 @@ class Curve:
         profile_s = np.interp(num_tokens, tokens, seconds)
         beyond = np.maximum(num_tokens - tokens[-1], 0.0)
         profile_s = profile_s + beyond * self._slopes[-1]
-        scale, offset_s = self._line or self._fit()
+        scale, offset_s = self._line
         return scale * (profile_s + self._usual_request_s * num_tokens) + offset_s
 
     def slope(self, num_tokens: float) -> float:
         """Seconds that one more token costs at this batch."""
-        scale, _ = self._line or self._fit()
+        scale, _ = self._line
         return scale * (self._slopes[self._segment(num_tokens)] + self._usual_request_s)
 
     def points(self, like: "Curve") -> list[tuple[float, float]]:
         """(packed tokens, seconds) of the profile's grid, with the correction that `like` has by now."""
         profile = zip(self._tokens, self._seconds, strict=True)
-        scale, offset_s = like._line or like._fit()
+        scale, offset_s = like._line
         return [(tokens, scale * seconds + offset_s) for tokens, seconds in profile]
 
     def step_times(self) -> list[StepTime]:
@@ -163,10 +163,16 @@ class Curve:
         usual = self._tokens_per_request
         self._tokens_per_request = USUAL * usual + (1 - USUAL) * num_tokens / num_requests
         self._add(self._profile_s(num_tokens, num_requests), duration_s, 1.0, FORGET)
-        self._line = None
+        self._fitted = None
+
+    @property
+    def _line(self) -> tuple[float, float]:
+        """Scale and offset; fitted once somebody asks, as reports come far more often."""
+        if self._fitted is None:
+            self._fitted = self._fit()
+        return self._fitted
 
     def _fit(self) -> tuple[float, float]:
-        """Scale and offset, once somebody asks: reports come far more often."""
         weight, x, xx, y, xy = self._sums
         determinant = weight * xx - x * x
         scale, offset_s = 1.0, 0.0
@@ -175,8 +181,7 @@ class Curve:
             offset_s = (y - scale * x) / weight
         # Neither may turn the curve around: a batch is never faster for having more tokens, or free.
         scale = max(scale, 0.02)
-        self._line = scale, max(offset_s, -0.9 * scale * self._seconds[0])
-        return self._line
+        return scale, max(offset_s, -0.9 * scale * self._seconds[0])
 
     def _add(self, profile_s: float, observed_s: float, weight: float, keep: float = 1.0) -> None:
         """`keep`: of what was there before."""

@@ -140,12 +140,11 @@ class Dlmserve(SloPolicy):
         self._most_tokens.clear()
 
     def _free(self, view: View, instance: Instance) -> Free:
-        pages = instance.num_pages - instance.num_pages_reserved
+        room = view.room_of(instance, self.max_resident_tokens)
         if not instance.residents:
-            return Free(instance, pages, math.inf, math.inf)
-        most = math.inf if self.max_resident_tokens is None else self.max_resident_tokens
-        step_tokens = self._most_step_tokens(view, instance.tp_degree) - self._batches[instance.slot.index]
-        return Free(instance, pages, most - instance.num_tokens, step_tokens)
+            return Free(*room, math.inf)
+        most = self._most_step_tokens(view, instance.tp_degree)
+        return Free(*room, most - self._batches[instance.slot.index])
 
     def _most_step_tokens(self, view: View, degree: int) -> float:
         """As long as its residents are as they were surveyed."""

@@ -64,7 +64,8 @@ class Steering:
     # ---- what happens to requests
 
     def arrived(self, request: RequestState) -> None:
-        self.view.work.add(request, self._usual_steps_of_new(request))
+        usual = self.view.history.steps_of_new(request.output_length, self.view.work.thresholds)
+        self.view.work.add(request, usual)
         self.view.load_changed = True
         self._make_due([request])
 
@@ -151,9 +152,6 @@ class Steering:
         predicted = steps_left[np.arange(len(requests)), current]
         for request, at_step, steps in zip(requests, at_steps, predicted.tolist(), strict=True):
             self.errors.predicted(request.number, at_step, steps)
-
-    def _usual_steps_of_new(self, request: RequestState) -> np.ndarray:
-        return self.view.history.steps_of_new(request.output_length, self.view.work.thresholds)
 
     def _usual_steps(self, requests: list[RequestState]) -> np.ndarray:
         lengths = np.array([request.output_length for request in requests], dtype=float)

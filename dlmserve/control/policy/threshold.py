@@ -89,10 +89,10 @@ def level_caps(
     work, limits, priority = work[order], limits[order], priority[order]
     top, bottom = top[order].astype(int), bottom[order].astype(int)
     rows, caps = np.arange(len(work)), np.empty(len(work), dtype=int)
-    chosen = bottom.copy()
     if (np.cumsum(work[rows, top]) <= limits).all():  # the usual case: no load to speak of
         caps[order] = top
         return caps
+    chosen = bottom.copy()
     for each in np.unique(priority)[::-1]:
         members = priority == each
         for level in range(work.shape[1] - 2, -1, -1):
