@@ -22,11 +22,11 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.kernels
 	$(BIN)/python -m bench.engine
 
-$(STAMP): requirements.lock pyproject.toml setup.py $(wildcard dlmserve/kernels/csrc/*)
+$(STAMP): requirements.lock pyproject.toml setup.py $(wildcard dlmserve/*/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info dlmserve/kernels/*.so
+	rm -rf $(VENV) build *.egg-info dlmserve/*/*.so

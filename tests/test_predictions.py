@@ -18,7 +18,7 @@ def make_progress(confidences: list[float], **fields) -> Progress:
         "output_length": 64, "block_length": 8, "prompt_length": 20, "num_masks_before_end": 16,
         "hidden": (1.5, 2.0),
     }  # fmt: skip
-    return Progress(**(values | fields), confidences=array("d", confidences))
+    return Progress(**(values | fields), confidences=array("f", confidences))
 
 
 def test_the_features_are_those_of_the_paper_and_four_of_our_own() -> None:
@@ -33,7 +33,7 @@ def test_the_features_are_those_of_the_paper_and_four_of_our_own() -> None:
     )  # fmt: skip
 
 
-@given(st.lists(st.lists(st.floats(0, 1), max_size=30), min_size=1, max_size=5))
+@given(st.lists(st.lists(st.floats(0, 1, width=32), max_size=30), min_size=1, max_size=5))
 def test_each_request_has_the_quantiles_of_its_own_confidences(rows: list[list[float]]) -> None:
     table = features([make_progress(row) for row in rows])
     for values, row in zip(table[:, 5:10], rows, strict=True):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlmserve.cli import main
 from dlmserve.control.policy.events import Deliver
@@ -16,10 +18,18 @@ from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
 from dlmserve.simulation.results import Ledger, QualityProxy
 from dlmserve.simulation.scenarios import Scenario, get_scenario
 from dlmserve.simulation.step_traces import Oracle
-from dlmserve.simulation.unmasking import Unmasking, fit, load_calibration, read_table
+from dlmserve.simulation.unmasking import (
+    NUM_NOISE_ROWS,
+    Unmasking,
+    compiled,
+    fit,
+    load_calibration,
+    read_table,
+)
 from dlmserve.simulation.workloads import Job
 from dlmserve.simulator import Simulator
 
+UNMASKING = Unmasking(load_calibration(), seed=0)
 SMALL = replace(
     get_scenario("gsm8k-4gpu"), num_requests=30, prompt=200, output=96, layout=(1, 2), rps=12.0, slo_s=4.0
 )
@@ -129,14 +139,56 @@ def test_a_block_that_goes_on_elsewhere_keeps_its_course() -> None:
             assert block.masked == other.masked
 
 
-def test_a_threshold_that_changes_counts_for_a_step_that_was_computed_ahead() -> None:
-    """Whoever steps first has everybody's next step computed."""
+def test_a_threshold_that_changes_counts_for_the_next_step() -> None:
     unmasking, whole = Unmasking(load_calibration(), seed=0), (1 << 32) - 1
-    first, second = (unmasking.begin_block(number, 0, whole, 0.9) for number in range(2))
-    first.step()
-    assert second.next, "it is computed ahead"
-    second.set_threshold(0.5)
-    assert second.step() == unmasking.begin_block(1, 0, whole, 0.5).step()
+    block = unmasking.begin_block(1, 0, whole, 0.9)
+    block.set_threshold(0.5)
+    assert block.step() == unmasking.begin_block(1, 0, whole, 0.5).step()
+
+
+@pytest.mark.skipif(compiled is None, reason="csrc/next_step.c was not built")
+@given(
+    rows=st.tuples(*[st.integers(0, NUM_NOISE_ROWS - 1)] * 2),
+    masked=st.integers(1, (1 << 32) - 1),
+    ease=st.floats(-3, 3, width=32),
+    threshold=st.sampled_from([1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.01]),
+)
+def test_the_compiled_step_is_that_of_numpy(
+    rows: tuple[int, int], masked: int, ease: float, threshold: float
+) -> None:
+    args = (*rows, masked, ease, UNMASKING.cut(threshold))
+    positions, confidences, left = UNMASKING.next_step(*args)
+    assert_same((positions, confidences, left), UNMASKING.next_step_in_numpy(*args))
+    assert positions and left == masked & ~sum(1 << position for position in positions)
+
+
+def assert_same(step: tuple, wanted: tuple) -> None:
+    assert (step[0], step[2]) == (wanted[0], wanted[2])
+    assert step[1] == pytest.approx(wanted[1], rel=1e-12)
+
+
+def test_a_block_of_another_length_has_the_same_steps_compiled_and_in_numpy() -> None:
+    unmasking = Unmasking(fit({0.9: 2.0, 0.5: 4.0}, block_length=8), seed=3)
+    block = unmasking.begin_block(5, 0, 0b10110101, 0.9)
+    while block.masked:
+        wanted = unmasking.next_step_in_numpy(
+            block.own_row, block.noise_row, block.masked, block.ease, block.cut
+        )
+        assert_same((*block.step(), block.masked), wanted)
+
+
+@pytest.mark.skipif(compiled is None, reason="csrc/next_step.c was not built")
+def test_the_compiled_step_refuses_what_has_none() -> None:
+    with pytest.raises(ValueError, match="masked positions 0x0; wanted some of the block's 32"):
+        UNMASKING.next_step(0, 0, 0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="masked positions 0x100; wanted some of the block's 8"):
+        Unmasking(fit({0.9: 2.0, 0.5: 4.0}, block_length=8), seed=3).next_step(0, 0, 256, 0.0, 0.0)
+    with pytest.raises(ValueError, match="rows 0 and 16381 of noise; there are 16381"):
+        UNMASKING.next_step(0, NUM_NOISE_ROWS, 1, 0.0, 0.0)
+    with pytest.raises(ValueError, match="blocks of 33 tokens"):
+        compiled.tables(1, 33, 2, *[0] * 6)
+    with pytest.raises(TypeError):
+        UNMASKING.next_step(0, 0, "1", 0.0, 0.0)
 
 
 def test_tokens_pass_the_threshold_or_are_the_best_alone() -> None:

@@ -42,13 +42,13 @@ class Forest:
         self._columns = np.where(of_threshold, 0, columns)
         self._borders = np.where(of_threshold, np.float32(np.inf), borders)[:, :, None]
         self._threshold_borders = np.where(of_threshold, borders, np.float32(np.inf))[:, :, None]
-        self._leaves_at: dict[float, np.ndarray] = {}
+        self._leaves_at: dict[bytes, np.ndarray] = {}
 
     def predict(self, features: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-        passed = features.astype(np.float32).T[self._columns] > self._borders
+        columns = np.ascontiguousarray(features.T, np.float32)
+        passed = columns.take(self._columns, axis=0) > self._borders
         leaf = self._leaf(passed) + self._first_leaf
-        by_threshold = map(self._leaves_of, thresholds.tolist())
-        values = np.stack([np.take(leaves, leaf).sum(axis=0) for leaves in by_threshold], axis=1)
+        values = self._leaves_of(thresholds).take(leaf, axis=0).sum(axis=0)
         share = self._scale * values + self._bias
         return np.maximum(share * features[:, OUTPUT_LENGTH, None], 1.0)
 
@@ -56,10 +56,12 @@ class Forest:
         """Each tree's leaf by the splits that are passed, bool [depth, trees, n] -> uint8 [trees, n]."""
         return (passed.view(np.uint8) * self._weights).sum(axis=0, dtype=np.uint8)
 
-    def _leaves_of(self, threshold: float) -> np.ndarray:
-        """Values by the leaf that the features alone lead to, all trees in a row."""
-        if threshold not in self._leaves_at:
-            fixed = self._leaf(np.float32(threshold) > self._threshold_borders)
-            reached = fixed | np.arange(self._leaves.shape[1])
-            self._leaves_at[threshold] = np.take_along_axis(self._leaves, reached, axis=1).ravel()
-        return self._leaves_at[threshold]
+    def _leaves_of(self, thresholds: np.ndarray) -> np.ndarray:
+        """Values [leaves, T] by the leaf that the features alone lead to, all trees in a row."""
+        key = thresholds.tobytes()
+        if key not in self._leaves_at:
+            fixed = self._leaf(thresholds.astype(np.float32) > self._threshold_borders)  # [trees, T]
+            reached = fixed[:, None] | np.arange(self._leaves.shape[1])[:, None]
+            values = np.take_along_axis(self._leaves[:, :, None], reached, axis=1)
+            self._leaves_at[key] = values.reshape(-1, len(thresholds))
+        return self._leaves_at[key]

@@ -6,6 +6,7 @@ the caller's. Covers the threshold rule without temperature, and models whose lo
 """
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal, Protocol
 
 from dlmserve.messages import Admit, Cancel, Command, Failure, Release, RequestStep, SetRefresh, SetThreshold
@@ -183,10 +184,11 @@ class SimulatedEngine:
         """Who takes part: those that waited longest first, up to the token budgets, at least one."""
         chosen: list[Resident] = []
         num_tokens = recomputed = 0
-        for resident in sorted(self._residents.values(), key=_last_step):
-            resident.span = _span(resident)
-            if resident.needs_recompute and self._recompute_tokens:
-                if recomputed and recomputed + resident.span > self._recompute_tokens:
+        for resident in sorted(self._residents.values(), key=attrgetter("last_step")):
+            resident.span = resident.block_end - resident.block_start
+            if resident.needs_recompute:
+                resident.span = _recompute_span(resident)
+                if recomputed and 0 < self._recompute_tokens < recomputed + resident.span:
                     continue
                 recomputed += resident.span
             num_tokens += resident.span
@@ -251,14 +253,8 @@ def _finished(resident: Resident) -> Finished:
     return "stop" if resident.eos_at < end else "length"
 
 
-def _last_step(resident: Resident) -> int:
-    return resident.last_step
-
-
-def _span(resident: Resident) -> int:
-    """Tokens of its next step, dual cache: the block; at a block's start the canvas, or only its response."""
-    if not resident.needs_recompute:
-        return resident.block_end - resident.block_start
+def _recompute_span(resident: Resident) -> int:
+    """Tokens of a step at a block's start, dual cache: the canvas, or only its response."""
     if resident.block % resident.refresh_blocks == 0 or not resident.cache_is_whole:
         return resident.length
     return resident.length - resident.output_start

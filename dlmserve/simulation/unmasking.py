@@ -16,12 +16,18 @@ thresholds only, never on who else is in the batch or on the policy. Knows nothi
 
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.resources import files
-from itertools import chain
 from statistics import NormalDist
 
 import numpy as np
+
+try:
+    from dlmserve.simulation import _next_step as compiled
+except ImportError:
+    compiled = None
 
 DATA = files("dlmserve.simulation") / "data"
 NUM_NOISE_ROWS = 16381  # prime: neighbours in (request, block, step) land far apart
@@ -69,43 +75,39 @@ def read_table(column: str) -> dict[float, float]:
 
 
 class UnmaskingBlock:
-    """A block that is being decoded (`instance.DecodingBlock`). `own_row`, `noise_row`: of the parts of its scores that
-    stay and of those of its next step. `next`: that step, once it is computed: positions, confidences, masks left.
+    """A block that is being decoded (`instance.DecodingBlock`). `own_row`, `noise_row`: of the parts of its scores
+    that stay and of those of its next step.
     """
 
-    __slots__ = ("_unmasking", "cut", "ease", "masked", "next", "noise_row", "own_row")
+    __slots__ = ("_unmasking", "cut", "ease", "masked", "noise_row", "own_row")
 
     def __init__(
         self, unmasking: "Unmasking", ease: float, own_row: int, noise_row: int, masked: int, threshold: float
     ) -> None:
         self._unmasking, self.ease = unmasking, ease
         self.own_row, self.noise_row, self.masked = own_row, noise_row, masked
-        self.next: tuple[list[int], list[float], int] | None = None
-        self.cut = unmasking.cut(threshold)
-        unmasking.expect(self)
+        self.set_threshold(threshold)
 
     def set_threshold(self, threshold: float) -> None:
-        cut = self._unmasking.cut(threshold)
-        if cut != self.cut:
-            self.cut, self.next = cut, None
+        self.cut = self._unmasking.cut(threshold)
 
     def step(self) -> tuple[list[int], list[float]]:
         """Positions in it that its next step unmasks, ascending, and their confidences."""
-        if self.next is None:
-            self._unmasking.look_ahead(self)
-            assert self.next
-        positions, confidences, self.masked = self.next
-        self.next = None
+        positions, confidences, self.masked = self._unmasking.next_step(
+            self.own_row, self.noise_row, self.masked, self.ease, self.cut
+        )
         self.noise_row = (self.noise_row + KEYS_PER_STEP) % NUM_NOISE_ROWS
-        if self.masked:
-            self._unmasking.expect(self)
         return positions, confidences
 
 
+# own_row, noise_row, masked, ease, cut -> positions, confidences, what is still masked
+NextStep = Callable[[int, int, int, float, float], tuple[list[int], list[float], int]]
+
+
 class Unmasking:
-    """What blocks unmask. A step is computed together with the next one of all other blocks: numpy's cost is by
-    call, not by block. A block whose threshold changes before its step is computed anew.
-    """
+    """What blocks unmask. `next_step` is compiled where it could be built (`csrc/next_step.c`)."""
+
+    next_step: NextStep
 
     def __init__(self, calibration: Calibration, seed: int) -> None:
         self.calibration = calibration
@@ -115,54 +117,47 @@ class Unmasking:
         spread = calibration.spread
         self._own = spread.own * rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
         self._fresh = spread.fresh * rng.standard_normal((NUM_NOISE_ROWS, length), dtype=np.float32)
-        self._ease = rng.standard_normal(NUM_NOISE_ROWS, dtype=np.float32)
+        ease = rng.standard_normal(NUM_NOISE_ROWS, dtype=np.float32)
+        self._request_ease: list[float] = (spread.request * ease).tolist()
+        self._block_ease: list[float] = (spread.block * ease).tolist()
         self._places = np.arange(length, dtype=np.float32) * np.float32(spread.distance / length)
         context = spread.context * (1 - np.arange(length + 1) / length)
         # By masks left and by the first of them.
         self._shifts = context.astype(np.float32)[:, None] + self._places
         self._knots, self._logits = _curve(calibration)
-        self._bits = 1 << np.arange(length)
         self._cuts: dict[float, float] = {}
-        self._expected: list[UnmaskingBlock] = []  # will have a step, unless their request is gone by then
+        self.next_step = self._compiled() or self.next_step_in_numpy
 
     def begin_block(
         self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0
     ) -> UnmaskingBlock:
         """`masked`: a bit for each position, which of them still hold the mask."""
-        spread, key = self.calibration.spread, _mix(request, block)
-        ease = spread.request * self._ease[_mix(request) % NUM_NOISE_ROWS]
-        ease += spread.block * self._ease[(key + 1) % NUM_NOISE_ROWS]
+        key = _mix(request, block)
+        of_request = self._request_ease[_mix(request) % NUM_NOISE_ROWS]
+        ease = of_request + self._block_ease[(key + 1) % NUM_NOISE_ROWS]
         noise_row = (key + KEYS_PER_STEP * steps_in_block) % NUM_NOISE_ROWS
-        return UnmaskingBlock(self, float(ease), key % NUM_NOISE_ROWS, noise_row, masked, threshold)
+        return UnmaskingBlock(self, ease, key % NUM_NOISE_ROWS, noise_row, masked, threshold)
 
-    def expect(self, block: UnmaskingBlock) -> None:
-        self._expected.append(block)
+    def _compiled(self) -> NextStep | None:
+        if compiled is None:
+            return None
+        arrays = self._own, self._fresh, self._places, self._shifts, self._knots, self._logits
+        addresses = [array.ctypes.data for array in arrays]
+        tables = compiled.tables(*self._own.shape, len(self._knots), *addresses)
+        return partial(compiled.next_step, tables)
 
-    def look_ahead(self, wanted: UnmaskingBlock) -> None:
-        """Computes the next step of this block and of all that are expected to have one."""
-        blocks = [block for block in self._expected if block.next is None and block is not wanted]
-        self._expected.clear()
-        self._compute([*blocks, wanted])
-
-    def _compute(self, blocks: list[UnmaskingBlock]) -> None:
-        states = [(b.own_row, b.noise_row, b.masked, b.masked.bit_count(), b.ease, b.cut) for b in blocks]
-        table = np.fromiter(chain.from_iterable(states), float).reshape(len(states), -1).T
-        own_rows, noise_rows, masks, nums_left = table[:4].astype(np.int64)
-        ease, cuts = table[4:].astype(np.float32)[:, :, None]
-        masked = np.unpackbits(masks.astype("<u4").view(np.uint8), bitorder="little").reshape(-1, 32)
-        masked = masked[:, : len(self._places)].view(bool)
-        score = self._own[own_rows] + (ease - self._places) + self._fresh[noise_rows]
-        score += self._shifts[nums_left, masked.argmax(1)][:, None]
-        score = np.where(masked, score, NEVER)
-        chosen = score >= np.minimum(cuts, score.max(1, keepdims=True))
-        positions = chosen.nonzero()[1].tolist()
+    def next_step_in_numpy(
+        self, own_row: int, noise_row: int, masked: int, ease: float, cut: float
+    ) -> tuple[list[int], list[float], int]:
+        """The same, as it is meant."""
+        held = np.array([masked >> position & 1 for position in range(len(self._places))], bool)
+        score = self._own[own_row] + (np.float32(ease) - self._places) + self._fresh[noise_row]
+        score += self._shifts[held.sum(), held.argmax()]
+        chosen = held & (score >= min(np.float32(cut), score[held].max()))
+        positions = chosen.nonzero()[0].tolist()
         logits = np.interp(score[chosen], self._knots, self._logits)
-        confidences = (1 / (1 + np.exp(-logits))).tolist()
-        unmasked, start = chosen.dot(self._bits), 0
-        for block, fallen, left in zip(blocks, unmasked.tolist(), (masks - unmasked).tolist(), strict=True):
-            end = start + fallen.bit_count()
-            block.next = positions[start:end], confidences[start:end], left
-            start = end
+        left = masked - sum(1 << position for position in positions)
+        return positions, (1 / (1 + np.exp(-logits))).tolist(), left
 
     def cut(self, threshold: float) -> float:
         """The score from which on the confidence is `threshold`; infinite for 1."""

@@ -30,6 +30,7 @@ PRESETS = ("h100-measured", "h100-nvlink")
 FORGET = 0.995
 TRUST = 0.5
 STALE_REPORTS = 32  # after which the efficient batch is computed anew
+FAR = 1e9  # tokens: beyond its last point a profile goes on, straight
 USUAL = 0.98  # weight of what was usual before the newest report: tokens per request
 
 
@@ -92,7 +93,8 @@ class Curve:
         for each in range(1, len(tokens)):
             self._slopes.append((seconds[each] - seconds[each - 1]) / (tokens[each] - tokens[each - 1]))
         self._request_s, self._tokens_per_request = request_s, tokens_per_request
-        self._grid = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
+        far_s = seconds[-1] + (FAR - tokens[-1]) * self._slopes[-1]
+        self._grid = np.array([*tokens, FAR]), np.array([*seconds, far_s])
         self._fitted: tuple[float, float] | None = (1.0, 0.0)  # scale and offset; None: to be fitted anew
         self._num_observed = 0
         self._efficient: tuple[float, int, float] | None = None  # (excess, age, tokens)
@@ -110,12 +112,11 @@ class Curve:
         return scale * self._profile_s(num_tokens, num_requests) + offset_s
 
     def step_s_many(self, num_tokens: np.ndarray) -> np.ndarray:
-        tokens, seconds = self._grid
-        profile_s = np.interp(num_tokens, tokens, seconds)
-        beyond = np.maximum(num_tokens - tokens[-1], 0.0)
-        profile_s = profile_s + beyond * self._slopes[-1]
+        profile_s = np.interp(num_tokens, *self._grid)
+        if self._request_s:
+            profile_s = profile_s + self._usual_request_s * num_tokens
         scale, offset_s = self._line
-        return scale * (profile_s + self._usual_request_s * num_tokens) + offset_s
+        return scale * profile_s + offset_s
 
     def slope(self, num_tokens: float) -> float:
         """Seconds that one more token costs at this batch."""
@@ -155,7 +156,7 @@ class Curve:
 
     def tokens_within(self, seconds: float) -> float:
         """The largest batch whose step takes no longer, at most the grid's largest."""
-        tokens, _ = self._grid
+        tokens = self._grid[0][:-1]
         return float(np.interp(seconds, self.step_s_many(tokens), tokens, left=0.0))
 
     def observe(self, num_tokens: float, num_requests: float, duration_s: float) -> None:

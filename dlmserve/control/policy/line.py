@@ -48,7 +48,7 @@ class Line:
         outlook = self._outlook(view, view.work.rows(view.waiting.numbers()))
         rows, each_s = outlook.rows, step_s(view, outlook.step_tokens)
         order = self._order(now, view, outlook, each_s)
-        stays_s = outlook.steps[np.arange(len(rows)), rows.index("cap")] * each_s
+        stays_s = rows.at(outlook.steps, "cap") * each_s
         needs = np.stack((rows["num_pages"], rows["whole_tokens"], outlook.step_tokens), axis=1)
         self._numbers, self._ordered_at = rows.index("number")[order].tolist(), now
         self._num_left = len(self._numbers)
@@ -60,8 +60,7 @@ class Line:
             return np.zeros(1, dtype=np.intp)
         keys = [rows["number"]]
         if self._least_slack:
-            at = np.arange(len(rows))
-            steps, fewest = outlook.steps[at, rows.index("cap")], outlook.steps[at, rows.index("bottom")]
+            steps, fewest = rows.at(outlook.steps, "cap"), rows.at(outlook.steps, "bottom")
             # Beside the others, not only alone, and with what usually comes in between.
             in_time = view.stays.high * fewest * step_s <= self._slack_s(now, outlook)
             keys += [rows["deadline"] - steps * step_s, ~(outlook.savable(now) & in_time)]

@@ -5,6 +5,7 @@ baseline of the TeDiServe paper (arXiv 2606.29094) has it. The threshold is fixe
 """
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 from dlmserve.control.policy.cluster import Instance
 from dlmserve.control.policy.policy import Policy
@@ -24,68 +25,67 @@ def greedy_moves(view: View, max_tokens: int | None, margin: float) -> Iterator[
 
     A step's latency is taken for a batch of all assigned tokens, after the move there and before it here.
     """
-    near, serving = _near_block_start(view), view.cluster.serving()
-    if not near or len(serving) < 2:
+    stepped, serving = _near_block_start(view), view.cluster.serving()
+    if not stepped or len(serving) < 2:
         return
     tokens = _tokens_after_moves(view, serving)
     target, there_s = _fastest(view, serving, tokens)
-    for number in near:
-        request = view.requests[number]
-        source, num_tokens = view.cluster.instances[request.instance or ""], len(request.canvas)
-        here, there = source.slot.index, target.slot.index
-        if source is target:
-            continue
+    for source, near in stepped:
+        here = source.slot.index
         wanted_s = view.costs.step_s(source.tp_degree, tokens[here]) * (1 - margin)
-        if there_s >= wanted_s:
-            continue  # the usual case; with the request on it no batch is faster
-        if view.costs.step_s(target.tp_degree, tokens[there] + num_tokens) >= wanted_s:
-            continue
-        if not view.has_room(target, request, max_tokens):
-            continue
-        yield Move(number, target.name)
-        tokens[here] -= num_tokens
-        tokens[there] += num_tokens
-        target, there_s = _fastest(view, serving, tokens)
+        for request in near:
+            if source is target or there_s >= wanted_s:
+                break  # the usual case; with the request on it no batch is faster
+            there, num_tokens = target.slot.index, len(request.canvas)
+            if view.costs.step_s(target.tp_degree, tokens[there] + num_tokens) >= wanted_s:
+                continue
+            if not view.has_room(target, request, max_tokens):
+                continue
+            yield Move(request.number, target.name)
+            tokens[here] -= num_tokens
+            tokens[there] += num_tokens
+            target, there_s = _fastest(view, serving, tokens)
+            wanted_s = view.costs.step_s(source.tp_degree, tokens[here]) * (1 - margin)
 
 
 def _fastest(view: View, serving: list[Instance], tokens: list[float]) -> tuple[Instance, float]:
     """The instance whose step is the shortest, and its seconds: of a TP degree the one with the fewest tokens."""
-    fewest: dict[int, Instance] = {}
+    fewest: dict[int, tuple[float, Instance]] = {}
     for instance in serving:
-        before = fewest.setdefault(instance.tp_degree, instance)
-        if tokens[instance.slot.index] < tokens[before.slot.index]:
-            fewest[instance.tp_degree] = instance
-    step_s = {degree: view.costs.step_s(degree, tokens[each.slot.index]) for degree, each in fewest.items()}
-    degree = min(step_s, key=step_s.__getitem__)
-    return fewest[degree], step_s[degree]
+        slot = instance.slot
+        held, before = tokens[slot.index], fewest.get(slot.tp_degree)
+        if before is None or held < before[0]:
+            fewest[slot.tp_degree] = held, instance
+    pairs = [(each, view.costs.step_s(degree, held)) for degree, (held, each) in fewest.items()]
+    return min(pairs, key=itemgetter(1))
 
 
 def _tokens_after_moves(view: View, serving: list[Instance]) -> list[float]:
     """Assigned tokens of each slot's instance once those that were asked back have moved."""
-    tokens = [0.0] * len(view.cluster.slots)
+    tokens, instances = [0.0] * len(view.cluster.slots), view.cluster.instances
     for instance in serving:
         tokens[instance.slot.index] = instance.num_tokens
     for number in view.moving:
         request = view.requests[number]
-        here, there = (
-            view.cluster.instances.get(name or "") for name in (request.instance, request.moving_to)
-        )
+        here, there = instances.get(request.instance or ""), instances.get(request.moving_to or "")
         if here and there:
-            tokens[here.slot.index] -= len(request.canvas)
-            tokens[there.slot.index] += len(request.canvas)
+            num_tokens = len(request.canvas)
+            tokens[here.slot.index] -= num_tokens
+            tokens[there.slot.index] += num_tokens
     return tokens
 
 
-def _near_block_start(view: View) -> list[int]:
-    """On the instances that have ended a step."""
+def _near_block_start(view: View) -> list[tuple[Instance, list[RequestState]]]:
+    """On the instances that have ended a step; those without any are left out."""
     names = [view.cluster.slots[slot].instance for slot in view.stepped_slots]
-    residents = [number for name in names if name for number in view.cluster.instances[name].residents]
-    return [number for number in residents if _may_move(view.requests[number])]
+    sources = [view.cluster.instances[name] for name in names if name]
+    pairs = [(each, _movable([view.requests[number] for number in each.residents])) for each in sources]
+    return [pair for pair in pairs if pair[1]]
 
 
-def _may_move(request: RequestState) -> bool:
-    is_near = request.masks_in_block <= NEAR_BLOCK_START and request.moving_to is None
-    return is_near and request.recomputes_left >= 1
+def _movable(residents: list[RequestState]) -> list[RequestState]:
+    near = [each for each in residents if each.masks_in_block <= NEAR_BLOCK_START]
+    return [each for each in near if each.moving_to is None and each.recomputes_left >= 1]
 
 
 def fastest_after(view: View, instances: list[Instance], num_tokens: int) -> Instance:

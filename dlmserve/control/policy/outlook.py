@@ -46,7 +46,7 @@ class Outlook:
     @property
     def step_tokens(self) -> np.ndarray:
         """Mean tokens per step of each row at its present threshold, float [n]: its share of a batch."""
-        return self.rows.step_tokens(self.steps, self.tokens, self.rows.index("current"))
+        return self.rows.at(self.tokens, "current") / self.rows.at(self.steps, "current")
 
     def batches(self) -> np.ndarray:
         """Expected packed tokens of a step, float [slots]; of the residents among the rows."""
@@ -66,13 +66,13 @@ class Outlook:
 
     def savable(self, now: float) -> np.ndarray:
         """Whether the deadline can be kept at best (lowest threshold, alone, fastest instance); bool [n]."""
-        at = np.arange(len(self.rows)), self.rows.index("bottom")
-        alone = self.tokens[at] / self.steps[at]
+        steps = self.rows.at(self.steps, "bottom")
+        alone = self.rows.at(self.tokens, "bottom") / steps
         degrees = set(self._view.cluster.layout)
         step_s = self._view.costs.step_s_many(degrees.pop(), alone)
         for degree in degrees:
             step_s = np.minimum(step_s, self._view.costs.step_s_many(degree, alone))
-        return OPTIMISM * self.steps[at] * step_s <= self.slack_s(now)
+        return OPTIMISM * steps * step_s <= self.slack_s(now)
 
 
 def step_times(view: View, batches: np.ndarray) -> np.ndarray:

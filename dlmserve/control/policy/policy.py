@@ -40,18 +40,20 @@ class Policy:
 
         Whoever fits is placed, in the queue's order: one that does not fit does not hold up smaller ones.
         """
-        room = view.room(self.max_resident_tokens)
-        most_pages, most_tokens = _most(room)
+        room: list[Room] | None = None  # to be looked up
+        most_pages = most_tokens = 0.0
         for _, number, pages, tokens in view.waiting.entries():
+            if room is None:
+                room = view.room(self.max_resident_tokens)
+                if not room:
+                    return
+                most_pages, most_tokens = _most(room)
             if pages > most_pages or tokens > most_tokens:
                 continue
             having_room = [each.instance for each in room if pages <= each.pages and tokens <= each.tokens]
             if having_room:
                 yield view.requests[number], self.choose(view, having_room, tokens)
-                room = view.room(self.max_resident_tokens)
-                if not room:
-                    return
-                most_pages, most_tokens = _most(room)
+                room = None
 
     def choose(self, view: View, instances: list[Instance], num_tokens: int) -> Instance:
         """Of those that have room for a canvas of so many tokens, the one with the least assigned tokens."""
@@ -76,4 +78,4 @@ class Policy:
 
 def _most(room: list[Room]) -> tuple[float, float]:
     """(pages, tokens) that no instance has more of."""
-    return max((each.pages for each in room), default=-1), max((each.tokens for each in room), default=-1)
+    return max(each.pages for each in room), max(each.tokens for each in room)

@@ -52,7 +52,7 @@ class Progress(NamedTuple):
     block_length: int
     prompt_length: int
     num_masks_before_end: int  # masked output positions before the first end token, or in all
-    confidences: array  # float64, of the output positions computed so far, in any order
+    confidences: array  # float32, of the output positions computed so far, in any order
     hidden: tuple[float, float] = NOT_READ  # blocks after the current one, and steps left in that one
 
 
@@ -81,19 +81,22 @@ def _confidence_features(rows: list[array]) -> np.ndarray:
     filled = [i for i, row in enumerate(rows) if row]
     if not filled:
         return table
-    lengths = np.array([len(rows[i]) for i in filled])
-    held = np.arange(lengths.max()) < lengths[:, None]
-    padded = np.full(held.shape, np.inf)
-    padded[held] = np.frombuffer(b"".join([rows[i] for i in filled]))
-    padded.sort(axis=1)
-    values = padded[held]
-    starts = np.cumsum(lengths) - lengths
-    table[filled, 3] = np.add.reduceat(values, starts) / lengths
+    lengths = np.array([len(rows[i]) for i in filled], np.int32)
+    width = int(lengths.max())
+    held = np.arange(width, dtype=np.int32) < lengths[:, None]
+    values = np.frombuffer(b"".join([rows[i] for i in filled]), np.float32)
+    table[filled, 3] = np.add.reduceat(values, np.cumsum(lengths) - lengths, dtype=float) / lengths
+    ascending = np.full(held.shape, np.inf, np.float32)
+    ascending[held] = values
+    ascending.sort(axis=1)
     # numpy's linear quantiles.
     last = lengths[:, None] - 1
     places = last * QUANTILES
     below = places.astype(np.intp)
-    low, high = (values[starts[:, None] + place] for place in (below, np.minimum(below + 1, last)))
+    starts = width * np.arange(len(lengths))[:, None]
+    low, high = (
+        ascending.take(starts + place).astype(float) for place in (below, np.minimum(below + 1, last))
+    )
     table[np.array(filled)[:, None], [0, 1, 2, 4]] = low + (places - below) * (high - low)
     return table
 

@@ -114,7 +114,7 @@ class RequestState:
     num_masks: int = field(init=False)  # of its output at the start
     masks_in_block: int = field(init=False)  # left in that block
     answer_end: int = field(init=False)  # column of the first end token so far, or where the answer is cut
-    confidences: array = field(default_factory=lambda: array("d"))  # of its unmasked tokens, in any order
+    confidences: array = field(default_factory=lambda: array("f"))  # of its unmasked tokens, in any order
     masked_confidences: list[float] = field(default_factory=list)  # of masked positions, at its last step
     hidden: tuple[float, float] = NOT_READ  # as of now, from what was read at its last recompute step
     cache_lost: bool = False  # it is inside a block, and no instance holds its K/V
@@ -162,11 +162,11 @@ class RequestState:
             self.num_unmasked,
             self.block,
             block_length - self.masks_in_block,
-            self.output_length,
+            spec.output_end - spec.output_start,
             block_length,
             spec.output_start,
             self._num_masks_before_end(),
-            self.confidences + array("d", self.masked_confidences),
+            self.confidences + array("f", self.masked_confidences),
             self.hidden,
         )
 
@@ -181,8 +181,10 @@ class RequestState:
         if step.block != self.block:  # the blocks between had no mask
             self.block, self.masks_in_block = step.block, self._count_masks(step.block)
         canvas, num_unmasked = self.canvas, len(positions)
-        for position, token in zip(positions, tokens, strict=True):
-            canvas[position] = token
+        for at, position in enumerate(
+            positions
+        ):  # for few positions half of what zip(..., strict=True) takes
+            canvas[position] = tokens[at]
         if not self.eos_ids.isdisjoint(tokens):
             ends = [at for at, token in zip(positions, tokens, strict=True) if token in self.eos_ids]
             self.answer_end = min(self.answer_end, *ends)

@@ -61,8 +61,11 @@ class SloPolicy(Policy, ABC):
         return int(view.work.get(request.number, "cap"))
 
     def _slack_s(self, now: float, outlook: Outlook) -> np.ndarray:
+        slack_s, reserve = outlook.slack_s(now), self.options["reserve"]
+        if not reserve:
+            return slack_s
         slo_s = outlook.rows["slo_s"]
-        return outlook.slack_s(now) - self.options["reserve"] * np.where(np.isfinite(slo_s), slo_s, 0.0)
+        return slack_s - reserve * np.where(np.isfinite(slo_s), slo_s, 0.0)
 
     def decide(self, now: float, view: View) -> Decision:
         moves = tuple(self.step_moves(view)) if self.options["moves"] else ()
@@ -87,10 +90,11 @@ class SloPolicy(Policy, ABC):
 
     def _levels(self, now: float, outlook: Outlook, caps: np.ndarray) -> dict[int, int]:
         """The thresholds that change, by request; of residents."""
-        rows, levels = outlook.rows, caps.astype(int)
+        rows, levels = outlook.rows, caps
         if self.options["alg1"]:
             time_s = self.options["caution"] * outlook.time_s(outlook.batches())
             slack_s, savable = self._slack_s(now, outlook), outlook.savable(now)
             levels = pick(time_s, slack_s, caps, rows["bottom"], savable)
-        changed = np.flatnonzero(levels != rows.index("current"))
-        return dict(zip(rows.index("number")[changed].tolist(), levels[changed].tolist(), strict=True))
+        changed = (levels != rows["current"]).nonzero()[0]
+        numbers, levels = rows["number"][changed].astype(int), levels[changed].astype(int)
+        return dict(zip(numbers.tolist(), levels.tolist(), strict=True))

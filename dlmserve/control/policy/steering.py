@@ -148,8 +148,7 @@ class Steering:
     def _take(self, requests: list[RequestState], at_steps: list[int], steps_left: np.ndarray) -> None:
         self.view.work.predict(requests, at_steps, steps_left)
         self.view.load_changed = True
-        current = self.view.work.rows([request.number for request in requests]).index("current")
-        predicted = steps_left[np.arange(len(requests)), current]
+        predicted = self.view.work.rows([request.number for request in requests]).at(steps_left, "current")
         for request, at_step, steps in zip(requests, at_steps, predicted.tolist(), strict=True):
             self.errors.predicted(request.number, at_step, steps)
 

@@ -4,6 +4,7 @@ Source: TeDiServe (arXiv 2606.29094); the options `alg1` and `alg2` are the abla
 Requests are served in the order of their arrival, within 8192 resident tokens per instance.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -43,10 +44,12 @@ class Tediserve(SloPolicy):
     def _tokens_per_s(self, view: View, outlook: Outlook) -> float:
         """Of all instances, each with as many mean requests as its resident tokens allow."""
         seats = (self.max_resident_tokens or np.inf) // float(outlook.rows["whole_tokens"].mean())
+        step_tokens = float(outlook.step_tokens.mean())
         total = 0.0
-        for instance in view.cluster.serving():
-            batch = min(max(seats, 1.0), instance.max_num_seqs) * float(outlook.step_tokens.mean())
-            total += batch / view.costs.step_s(instance.tp_degree, batch)
+        kinds = Counter((each.tp_degree, each.max_num_seqs) for each in view.cluster.serving())
+        for (tp_degree, max_num_seqs), num in kinds.items():
+            batch = min(max(seats, 1.0), max_num_seqs) * step_tokens
+            total += num * batch / view.costs.step_s(tp_degree, batch)
         return total
 
     def step_moves(self, view: View) -> Iterable[Move]:

@@ -22,9 +22,11 @@ def pick(
     those that can.
     """
     levels = np.arange(time_s.shape[1])
-    fits = (time_s <= slack_s[:, None]) & (levels >= top[:, None])
-    highest = np.where(fits.any(axis=1) & savable, fits.argmax(axis=1), time_s.shape[1])
-    return np.minimum(highest, bottom).astype(int)
+    fits = time_s <= slack_s[:, None]
+    fits &= levels >= top[:, None]
+    fits &= savable[:, None]
+    fits[:, -1] = True  # as good as none
+    return np.minimum(fits.argmax(axis=1), bottom).astype(int)
 
 
 def greedy_caps(work: np.ndarray, top: np.ndarray, bottom: np.ndarray, supply: float) -> np.ndarray:
