@@ -90,8 +90,8 @@ class Scheduler:
     def on_event(self, now: float, event: Event) -> list[Action]:
         """What is to be done now, in order. Unknown and outdated names are ignored."""
         match event:
-            case StepDone(report):
-                actions = self._step_done(now, report)
+            case StepDone():
+                actions = self._step_done(now, event.report)
             case Arrived():
                 actions = self._arrived(now, event)
             case Cancelled():
