@@ -123,6 +123,17 @@ def test_the_mean_step_counts_how_many_recompute_at_once() -> None:
     assert times.tau_s[mode] == pytest.approx(expected / share, rel=1e-6)
 
 
+def test_a_block_causal_model_computes_the_prompt_once() -> None:
+    """Eight blocks of 32: a recompute is an eighth of the prompt and two blocks, 198 tokens instead of 1331."""
+    problem = replace(make_problem(1.0), step_s={1: [(0.0, 1.0), (5000.0, 5001.0)]}, tp_degrees=[1])
+    whole, causal = BlockTimes(problem), BlockTimes(replace(problem, block_causal=True))
+    steps = 32 / TOKENS_PER_STEP[0]
+    alone = whole.modes.index((1, 0, 1))
+    assert whole.tau_s[alone] == pytest.approx(steps + 1331 + (steps - 1) * 32)
+    assert causal.tau_s[alone] == pytest.approx(steps + 1075 / 8 + 64 + (steps - 1) * 32)
+    assert causal.fits.all() and (causal.concurrency == whole.concurrency).all(), "K/V are kept of all tokens"
+
+
 def test_the_papers_form_splits_blocks_over_instances() -> None:
     """Why ours counts blocks: its latencies are lower, as it runs recomputes here and cache steps there."""
     problem = make_problem(4.0)

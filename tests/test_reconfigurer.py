@@ -4,6 +4,7 @@ import pytest
 
 from dlmserve.control.policy.events import DissolveInstance, FormInstance, MakePlan, Planned, RankLeft, Tick
 from dlmserve.control.policy.plan import Outcome, Plan, Problem
+from dlmserve.messages import Decoding
 from tests.story import BLOCK, PAGE, Story, make_spec, make_step
 
 TP1, TP2 = {1: 2}, {2: 1}
@@ -40,6 +41,14 @@ def test_the_planner_is_asked_once_a_period_about_what_came() -> None:
     assert asked(story.at(119.0, Tick())) is None
     story.arrive(119.0, 3)
     assert asked(story.at(120.0, Tick())) is not None
+
+
+def test_the_planner_is_told_that_a_model_is_block_causal() -> None:
+    for block_causal in (False, True):
+        story = serving()
+        story.arrive(10.0, 1, make_spec(3, decoding=Decoding(block_length=BLOCK, block_causal=block_causal)))
+        problem = asked(story.at(60.0, Tick()))
+        assert problem and problem.block_causal == block_causal
 
 
 def test_without_load_there_is_nothing_to_ask() -> None:

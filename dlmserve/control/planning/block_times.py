@@ -36,11 +36,15 @@ class BlockTimes:
         self.blocks = outputs / block_length
         self.slo_s = np.array([np.inf if each.slo_s is None else each.slo_s for each in classes])
         canvases = prompts + outputs
-        self.mean_canvas = float(np.average(canvases, weights=self.rps * self.blocks))
+        # A block-causal model computes the prompt once, then the last block with the one that begins.
+        recomputes = prompts / self.blocks + 2 * block_length if problem.block_causal else canvases
+        mean_canvas, mean_recompute = (
+            float(np.average(tokens, weights=self.rps * self.blocks)) for tokens in (canvases, recomputes)
+        )
         self.modes = [
             (degree, level, concurrency)
             for degree in problem.tp_degrees
-            for concurrency in _concurrencies(problem, degree, self.mean_canvas)
+            for concurrency in _concurrencies(problem, degree, mean_canvas)
             for level in range(len(problem.thresholds))
         ]
         self.degree, self.level, self.concurrency = np.array(self.modes).T
@@ -48,12 +52,12 @@ class BlockTimes:
         costs = CostModel.from_points(problem.step_s, "planner")
         self.tau_s = np.array(
             [
-                steps[level] * _step_s(costs, degree, m, 1 / steps[level], self.mean_canvas, block_length)
+                steps[level] * _step_s(costs, degree, m, 1 / steps[level], mean_recompute, block_length)
                 for degree, level, m in self.modes
             ]
         )
         cache_tokens = (steps - 1) * block_length
-        weights = (canvases[:, None] + cache_tokens) / (self.mean_canvas + cache_tokens)
+        weights = (recomputes[:, None] + cache_tokens) / (mean_recompute + cache_tokens)
         self.busy_s = weights[:, self.level] * (self.tau_s / self.concurrency)
         kv_tokens = np.inf if problem.kv_tokens is None else problem.kv_tokens * self.degree
         self.fits = canvases[:, None] <= kv_tokens
@@ -92,8 +96,8 @@ def _concurrencies(problem: Problem, degree: int, mean_canvas: float) -> list[in
     return sorted({round(each) for each in np.geomspace(1, limit, NUM_CONCURRENCIES)})
 
 
-def _step_s(costs: CostModel, degree: int, m: int, share: float, canvas: float, block: int) -> float:
+def _step_s(costs: CostModel, degree: int, m: int, share: float, recompute: float, block: int) -> float:
     """Mean over how many of the m requests recompute (binomial; each with probability `share`)."""
     recomputing = np.arange(m + 1)
     odds = np.array([comb(m, j) * share**j * (1 - share) ** (m - j) for j in range(m + 1)])
-    return float(odds @ costs.step_s_many(degree, recomputing * canvas + (m - recomputing) * block))
+    return float(odds @ costs.step_s_many(degree, recomputing * recompute + (m - recomputing) * block))

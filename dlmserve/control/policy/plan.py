@@ -42,6 +42,7 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
     max_num_seqs: int = 32
     kv_tokens: int | None = None
     present: list[int] = []
+    block_causal: bool = False  # the model's: whole canvases are never computed again
 
     @property
     def num_gpus(self) -> int:

@@ -16,6 +16,7 @@ from dlmserve.control.policy.plan import Plan, Problem, RequestClass, is_worthwh
 from dlmserve.control.policy.request import RequestState
 from dlmserve.control.policy.steering import Steering
 from dlmserve.control.policy.workload import Bin, WorkloadMonitor
+from dlmserve.messages import Decoding
 
 CAP_FELL = 0.05  # mean cap below the highest threshold by more than this: the layout may be the reason
 SOONEST = 0.2  # but never ask before this share of the period
@@ -29,12 +30,12 @@ class Reconfigurer:
         self._thresholds = sorted(config.thresholds, reverse=True)
         self._asked_at: float | None = None  # None: the first period has not begun
         self._workload = WorkloadMonitor(config.workload_window_s)
-        self._block_length = 32  # of the newest request
+        self._decoding = Decoding()  # of the newest request
         self._now = 0.0  # when it was last called
         self.plan: Plan | None = None
 
     def arrived(self, now: float, request: RequestState) -> None:
-        self._block_length = request.spec.decoding.block_length
+        self._decoding = request.spec.decoding
         prompt = len(request.canvas) - request.output_length
         self._workload.arrived(now, prompt, request.output_length, request.spec.slo_s)
 
@@ -73,10 +74,11 @@ class Reconfigurer:
             thresholds=self._thresholds,
             tokens_per_step=list(self.tokens_per_step().values()),
             step_s={each: self._steering.view.costs.points(each) for each in {*degrees, *present}},
-            block_length=self._block_length,
+            block_length=self._decoding.block_length,
             max_num_seqs=self._config.max_num_seqs,
             kv_tokens=self._kv_tokens(),
             present=present,
+            block_causal=self._decoding.block_causal,
         )
 
     def workload(self) -> dict[Bin, RequestClass]:
