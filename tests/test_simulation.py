@@ -179,10 +179,12 @@ def test_a_block_of_another_length_has_the_same_steps_compiled_and_in_numpy() ->
 
 @pytest.mark.skipif(compiled is None, reason="csrc/next_step.c was not built")
 def test_the_compiled_step_refuses_what_has_none() -> None:
-    with pytest.raises(ValueError, match="masked positions 0x0; wanted some of the block's 32"):
+    with pytest.raises(ValueError, match="masked is 0; wanted a bit or more of the block's 32"):
         UNMASKING.next_step(0, 0, 0, 0.0, 0.0)
-    with pytest.raises(ValueError, match="masked positions 0x100; wanted some of the block's 8"):
+    with pytest.raises(ValueError, match="masked is 256; wanted a bit or more of the block's 8"):
         Unmasking(fit({0.9: 2.0, 0.5: 4.0}, block_length=8), seed=3).next_step(0, 0, 256, 0.0, 0.0)
+    with pytest.raises(ValueError, match="masked is 4294967297"):
+        UNMASKING.next_step(0, 0, 1 << 32 | 1, 0.0, 0.0)
     with pytest.raises(ValueError, match="rows 0 and 16381 of noise; there are 16381"):
         UNMASKING.next_step(0, NUM_NOISE_ROWS, 1, 0.0, 0.0)
     with pytest.raises(ValueError, match="blocks of 33 tokens"):

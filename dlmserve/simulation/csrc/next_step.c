@@ -83,15 +83,15 @@ static PyObject *next_step(PyObject *module, PyObject *const *args, Py_ssize_t n
     if (num_args != 6) return PyErr_Format(PyExc_TypeError, "%zd arguments; wanted 6", num_args);
     const Tables *t = PyCapsule_GetPointer(args[0], NAME);
     Py_ssize_t own_row = PyLong_AsSsize_t(args[1]), fresh_row = PyLong_AsSsize_t(args[2]);
-    uint32_t masked = (uint32_t)PyLong_AsUnsignedLong(args[3]);
+    unsigned long long bits = PyLong_AsUnsignedLongLong(args[3]);
     float ease = (float)PyFloat_AsDouble(args[4]), cut = (float)PyFloat_AsDouble(args[5]);
     if (!t || PyErr_Occurred()) return NULL;
     if (own_row < 0 || own_row >= t->num_rows || fresh_row < 0 || fresh_row >= t->num_rows)
         return PyErr_Format(PyExc_ValueError, "rows %zd and %zd of noise; there are %zd", own_row, fresh_row, t->num_rows);
-    if (!masked || (uint64_t)masked >> t->length)
-        return PyErr_Format(PyExc_ValueError, "masked positions 0x%x; wanted some of the block's %zd", (int)masked,
-                            t->length);
+    if (!bits || bits >> t->length)
+        return PyErr_Format(PyExc_ValueError, "masked is %llu; wanted a bit or more of the block's %zd", bits, t->length);
 
+    uint32_t masked = (uint32_t)bits;
     Py_ssize_t first = 0, num_left = 0;
     while (!(masked >> first & 1)) first++;
     for (uint32_t rest = masked; rest; rest &= rest - 1) num_left++;
