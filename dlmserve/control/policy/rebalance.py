@@ -69,7 +69,7 @@ def look_ahead(
     serving = {instance.slot.index: instance for instance in view.cluster.serving()}
     if len(serving) < 2 or not len(outlook.rows):
         return []
-    rows, at = outlook.rows, np.arange(len(outlook.rows))
+    rows = outlook.rows
     index_of = np.full(len(view.cluster.slots), -1)
     index_of[list(serving)] = np.arange(len(serving))
     slots, degrees = list(serving), [instance.tp_degree for instance in serving.values()]
@@ -78,7 +78,7 @@ def look_ahead(
     home = index_of[np.where(going_to == STAYING, rows.index("slot"), going_to)]
     batches = np.bincount(home[home >= 0], tokens[home >= 0], minlength=len(serving))
     step_s = np.array([view.costs.step_s(d, n) for d, n in zip(degrees, batches, strict=True)])
-    steps = outlook.steps[at, rows.index("current")]
+    steps = rows.at(outlook.steps, "current")
     seconds = step_s / np.maximum(batches, 1.0)
     seconds[batches == 0] = seconds[batches > 0].mean() if (batches > 0).any() else 1.0
     balance = Balance(home, tokens, steps, seconds)
