@@ -125,6 +125,7 @@ class Unmasking:
         # By masks left and by the first of them.
         self._shifts = context.astype(np.float32)[:, None] + self._places
         self._knots, self._logits = _curve(calibration)
+        self._bits = 1 << np.arange(length)
         self._cuts: dict[float, float] = {}
         self.next_step = self._compiled() or self.next_step_in_numpy
 
@@ -150,9 +151,9 @@ class Unmasking:
         self, own_row: int, noise_row: int, masked: int, ease: float, cut: float
     ) -> tuple[list[int], list[float], int]:
         """The same, as it is meant."""
-        held = np.array([masked >> position & 1 for position in range(len(self._places))], bool)
+        held = (self._bits & masked).astype(bool)
         score = self._own[own_row] + (np.float32(ease) - self._places) + self._fresh[noise_row]
-        score += self._shifts[held.sum(), held.argmax()]
+        score += self._shifts[masked.bit_count(), held.argmax()]
         chosen = held & (score >= min(np.float32(cut), score[held].max()))
         positions = chosen.nonzero()[0].tolist()
         logits = np.interp(score[chosen], self._knots, self._logits)
