@@ -22,15 +22,13 @@ HEADERS = (
 
 
 class BuildOrWarn(build_ext):
-    """`build_ext` that turns a failure into a warning."""
+    """`build_ext` that turns the failure of an extension into a warning."""
 
-    def run(self) -> None:
+    def build_extension(self, ext: Extension) -> None:
         try:
-            super().run()
+            super().build_extension(ext)
         except Exception as error:
-            self.warn(
-                f"not built: {error}; dlmserve.kernels will use torch, the simulator numpy, both slower"
-            )
+            self.warn(f"{ext.name} was not built, what takes its place is slower: {error}")
 
     def get_outputs(self) -> list[str]:
         return [path for path in super().get_outputs() if os.path.exists(path)]
@@ -43,6 +41,7 @@ LIMITED_API = [("Py_LIMITED_API", "0x030A0000")]
 
 kernels = Extension(
     "dlmserve.kernels._native",
+    optional=True,
     sources=[f"{CSRC}/{name}.cpp" for name in ("module", "kernels", "select")],
     depends=[f"{CSRC}/{name}" for name in HEADERS],
     language="c++",
@@ -62,6 +61,7 @@ kernels = Extension(
 
 simulation = Extension(
     "dlmserve.simulation._next_step",
+    optional=True,
     sources=["dlmserve/simulation/csrc/next_step.c"],
     py_limited_api=True,
     define_macros=LIMITED_API,
