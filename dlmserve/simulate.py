@@ -22,6 +22,7 @@ from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.errors import ConfigError
 from dlmserve.flags import Parser, read_integers, read_numbers
 from dlmserve.profiles import read_profile
+from dlmserve.simulation import unmasking
 from dlmserve.simulation.results import report
 from dlmserve.simulation.scenarios import SCENARIOS, SWEEP_RPS, NodeFailure, Scenario, get_scenario
 from dlmserve.simulator import PredictorName, Simulator
@@ -31,6 +32,9 @@ WINDOW_PERIODS = (
     4  # from plan to plan, in the window over which requests are counted: what few of them came is chance
 )
 NO_LIMIT = 10**9
+SLOW = (
+    "the simulator's C is not built, so runs take two to four times as long; with a compiler: pip install ."
+)
 
 COLUMNS = ("policy", "rps", "seed", "dropped", "SLO met", "threshold", "accuracy", "p50 s", "p99 s")
 
@@ -39,6 +43,8 @@ def run_simulate(args: argparse.Namespace) -> int:
     """Raises ConfigError."""
     scenario = _scenario(args)
     profile = read_profile(args.profile) if args.profile else None
+    if unmasking.compiled is None:
+        Console(stderr=True).print(f"[dim]{SLOW}")
     rates = args.rps or (SWEEP_RPS if args.scenario == "sweep" else (scenario.rps,))
     results = []
     for policy in args.policy.split(","):

@@ -14,6 +14,7 @@ from dlmserve.control.policy.events import Deliver
 from dlmserve.control.policy.policies import POLICIES
 from dlmserve.messages import Admit, Decoding
 from dlmserve.simulate import make_config
+from dlmserve.simulation import unmasking
 from dlmserve.simulation.instance import MASK, TEXT, SimulatedEngine
 from dlmserve.simulation.results import Ledger, QualityProxy
 from dlmserve.simulation.scenarios import Scenario, get_scenario
@@ -259,6 +260,21 @@ def test_the_command_writes_the_schema(tmp_path: Path) -> None:
         "mean_threshold", "latency_s", "tokens_per_s", "migrations", "reconfigurations", "decision_us",
         "overhead_ms", "options",
     }  # fmt: skip
+
+
+def test_without_the_compiled_step_a_run_is_the_same_and_says_why_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def table() -> tuple[str, str]:
+        assert main(["simulate", "--policy", "infaas", "--requests", "5", "--rps", "4"]) == 0
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    monkeypatch.setattr(unmasking, "compiled", None)
+    out, err = table()
+    monkeypatch.undo()
+    assert "is not built, so runs take two to four times as long" in " ".join(err.split())
+    assert table()[0] == out
 
 
 @pytest.mark.parametrize(
