@@ -89,6 +89,7 @@ class Curve:
         tokens_per_request: float = 1.0,
     ) -> None:
         self._tokens, self._seconds = tokens, seconds
+        self._last = len(tokens) - 1
         self._slopes = [0.0]  # of the piece that ends at each point
         for each in range(1, len(tokens)):
             self._slopes.append((seconds[each] - seconds[each - 1]) / (tokens[each] - tokens[each - 1]))
@@ -108,7 +109,7 @@ class Curve:
         return Curve(self._tokens, self._seconds, self._request_s, self._tokens_per_request)
 
     def step_s(self, num_tokens: float, num_requests: float | None = None) -> float:
-        scale, offset_s = self._line
+        scale, offset_s = self._fitted or self._line
         return scale * self._profile_s(num_tokens, num_requests) + offset_s
 
     def step_s_many(self, num_tokens: np.ndarray) -> np.ndarray:
@@ -121,7 +122,8 @@ class Curve:
     def slope(self, num_tokens: float) -> float:
         """Seconds that one more token costs at this batch."""
         scale, _ = self._line
-        return scale * (self._slopes[self._segment(num_tokens)] + self._usual_request_s)
+        segment = bisect_right(self._tokens, num_tokens, 1, self._last)
+        return scale * (self._slopes[segment] + self._usual_request_s)
 
     def points(self, like: "Curve") -> list[tuple[float, float]]:
         """(packed tokens, seconds) of the profile's grid, with the correction that `like` has by now."""
@@ -196,22 +198,23 @@ class Curve:
             keep * xy + weight * (profile_s * observed_s),
         )
 
-    def _segment(self, num_tokens: float) -> int:
-        return bisect_right(self._tokens, num_tokens, 1, len(self._tokens) - 1)
-
     @property
     def _usual_request_s(self) -> float:
         """Seconds of requests for each of their tokens, in the usual mix of spans."""
         return self._request_s / self._tokens_per_request
 
     def _profile_s(self, num_tokens: float, num_requests: float | None = None) -> float:
-        usual = self._tokens_per_request
-        requests_s = self._request_s * (num_tokens / usual if num_requests is None else num_requests)
-        if num_tokens <= self._tokens[0]:
-            return self._seconds[0] + requests_s
-        segment = self._segment(num_tokens)
-        tokens_s = self._seconds[segment] + (num_tokens - self._tokens[segment]) * self._slopes[segment]
-        return tokens_s + requests_s
+        tokens = self._tokens
+        if num_tokens <= tokens[0]:
+            tokens_s = self._seconds[0]
+        else:
+            segment = bisect_right(tokens, num_tokens, 1, self._last)
+            tokens_s = self._seconds[segment] + (num_tokens - tokens[segment]) * self._slopes[segment]
+        if not self._request_s:
+            return tokens_s
+        if num_requests is None:
+            num_requests = num_tokens / self._tokens_per_request
+        return tokens_s + self._request_s * num_requests
 
 
 class CostModel:
@@ -293,7 +296,8 @@ class CostModel:
 
         `num_requests` in the batch; None: as many as usual.
         """
-        return self._curve(tp_degree).step_s(num_tokens, num_requests)
+        curve = self._curves.get(tp_degree) or self._curve(tp_degree)
+        return curve.step_s(num_tokens, num_requests)
 
     def step_s_many(self, tp_degree: int, num_tokens: np.ndarray) -> np.ndarray:
         """The same for an array of batches, any shape."""
