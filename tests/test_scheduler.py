@@ -3,9 +3,9 @@
 import pytest
 
 from dlmserve.control.policy.events import Cancelled, Deliver, Drop, Finish, FormInstance, Send
-from dlmserve.control.policy.request import StepUpdate
+from dlmserve.control.policy.request import RequestState, StepUpdate
 from dlmserve.errors import ContextTooLong, NotFinite, OutOfPages, QueueFull, WorkerError
-from dlmserve.messages import Cancel, Decoding, Failure
+from dlmserve.messages import Cancel, Decoding, Failure, RequestStep
 from tests.story import (
     BLOCK,
     MASK,
@@ -235,3 +235,11 @@ def test_a_released_request_is_placed_anew_before_newer_ones() -> None:
     assert story.report(0.3, "i0.1", 1, released=[1]) == [
         Send("i0.1", make_admit(1, spec, canvas, steps_done=1, steps_in_block=0))
     ]
+
+
+@pytest.mark.parametrize("tokens", [[], [5, 6]])
+def test_a_step_has_a_token_for_each_position(tokens: list[int]) -> None:
+    request = RequestState(1, make_spec(1), 0.0, MASK, num_pages=2)
+    with pytest.raises(ValueError, match=f"request 1: {len(tokens)} tokens at 1 positions"):
+        request.apply(RequestStep(1, True, 0, 0.9, [4], tokens, [0.9]))
+    request.check()

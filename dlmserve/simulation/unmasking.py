@@ -107,8 +107,6 @@ NextStep = Callable[[int, int, int, float, float], tuple[list[int], list[float],
 class Unmasking:
     """What blocks unmask. `next_step` is compiled where it could be built (`csrc/next_step.c`)."""
 
-    next_step: NextStep
-
     def __init__(self, calibration: Calibration, seed: int) -> None:
         self.calibration = calibration
         rng = np.random.default_rng(seed)
@@ -127,7 +125,7 @@ class Unmasking:
         self._knots, self._logits = _curve(calibration)
         self._bits = 1 << np.arange(length)
         self._cuts: dict[float, float] = {}
-        self.next_step = self._compiled() or self.next_step_in_numpy
+        self.next_step: NextStep = self._compiled() or self.next_step_in_numpy
 
     def begin_block(
         self, request: int, block: int, masked: int, threshold: float, steps_in_block: int = 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from dlmserve.control.policy.cost_model import CostModel
 from dlmserve.control.policy.plan import Problem, RequestClass
+from dlmserve.control.policy.remaining import causal_recompute_tokens
 
 NUM_CONCURRENCIES = 8
 LOAD_LIMIT = 0.9  # rho: share of their time that instances may be busy
@@ -36,8 +37,9 @@ class BlockTimes:
         self.blocks = outputs / block_length
         self.slo_s = np.array([np.inf if each.slo_s is None else each.slo_s for each in classes])
         canvases = prompts + outputs
-        # A block-causal model computes the prompt once, then the last block with the one that begins.
-        recomputes = prompts / self.blocks + 2 * block_length if problem.block_causal else canvases
+        recomputes = canvases
+        if problem.block_causal:
+            recomputes = causal_recompute_tokens(prompts, self.blocks, block_length)
         mean_canvas, mean_recompute = (
             float(np.average(tokens, weights=self.rps * self.blocks)) for tokens in (canvases, recomputes)
         )

@@ -25,12 +25,12 @@ MEASURED_MS = {
     4: (12.6, 12.8, 12.6, 13.4, 15.7, 19.0, 25.7, 31.2, 46.3, 60.5, 89.8, 117.8),
 }
 PRESETS = ("h100-measured", "h100-nvlink")
+FAR = 1e9  # tokens: beyond its last point a profile goes on, straight
 
 # Online correction: weight of one report against its predecessors', and of the profile in reports.
 FORGET = 0.995
 TRUST = 0.5
 STALE_REPORTS = 32  # after which the efficient batch is computed anew
-FAR = 1e9  # tokens: beyond its last point a profile goes on, straight
 USUAL = 0.98  # weight of what was usual before the newest report: tokens per request
 
 
@@ -109,6 +109,7 @@ class Curve:
         return Curve(self._tokens, self._seconds, self._request_s, self._tokens_per_request)
 
     def step_s(self, num_tokens: float, num_requests: float | None = None) -> float:
+        # The most frequent question of all, here and in CostModel: what is there already is taken without a call.
         scale, offset_s = self._fitted or self._line
         return scale * self._profile_s(num_tokens, num_requests) + offset_s
 

@@ -198,9 +198,18 @@ def _cells(columns: np.ndarray) -> dict[str, Any]:
 
 def _causal_recompute_tokens(request: RequestState) -> float:
     """Of a mean recompute step; 0 where the model is not block-causal."""
-    decoding = request.spec.decoding
-    prompt = request.spec.output_start / request.num_blocks
-    return prompt + 2 * decoding.block_length if decoding.block_causal else 0.0
+    spec, decoding = request.spec, request.spec.decoding
+    if not decoding.block_causal:
+        return 0.0
+    return causal_recompute_tokens(spec.output_start, request.num_blocks, decoding.block_length)
+
+
+def causal_recompute_tokens(prompt: Any, num_blocks: Any, block_length: int) -> Any:
+    """Of a mean recompute step of a block-causal model: the prompt once, then the last block with the one that begins.
+
+    `prompt` tokens and `num_blocks`: numbers or arrays of them.
+    """
+    return prompt / num_blocks + 2 * block_length
 
 
 def _falling(steps_left: np.ndarray) -> np.ndarray:

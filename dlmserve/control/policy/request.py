@@ -162,7 +162,7 @@ class RequestState:
             self.num_unmasked,
             self.block,
             block_length - self.masks_in_block,
-            spec.output_end - spec.output_start,
+            self.output_length,
             block_length,
             spec.output_start,
             self._num_masks_before_end(),
@@ -181,6 +181,8 @@ class RequestState:
         if step.block != self.block:  # the blocks between had no mask
             self.block, self.masks_in_block = step.block, self._count_masks(step.block)
         canvas, num_unmasked = self.canvas, len(positions)
+        if len(tokens) != num_unmasked:
+            raise ValueError(f"request {self.number}: {len(tokens)} tokens at {num_unmasked} positions")
         for at, position in enumerate(
             positions
         ):  # for few positions half of what zip(..., strict=True) takes
